@@ -1,0 +1,54 @@
+"""HOW one device computes what a model asks for.
+
+`Ops` is the set of functions a model is built from. There are two sets: `exact_ops()`, whose every
+row depends on nothing but that row's own inputs (see docs/architecture.md), and `stock_ops()`,
+torch's own kernels, which may choose an order of summation by shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kilter.ops.packed import PackedWeight, QuantTensor, pack
+
+__all__ = ["Ops", "PackedWeight", "QuantTensor", "exact_ops", "pack", "stock_ops"]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The forward functions of a decoder; shapes and meanings are documented at the exact ones."""
+
+    name: str
+    linear: Callable[..., Tensor]  # kilter.ops.linear
+    gated_linear: Callable[..., Tensor]
+    embed: Callable[..., Tensor]  # kilter.ops.embedding
+    rms_norm: Callable[..., Tensor]  # kilter.ops.norm
+    rope_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]  # kilter.ops.rope
+    attention: Callable[..., Tensor]  # kilter.ops.attention
+    log_softmax: Callable[[Tensor], Tensor]  # kilter.ops.logprob
+    token_logprobs: Callable[[Tensor, Tensor], Tensor]
+    argmax: Callable[[Tensor], Tensor]
+
+
+@functools.cache
+def exact_ops() -> Ops:
+    """Row-invariant ops: compiled CPU kernels, Triton on CUDA, pure torch without a compiler."""
+    from kilter.ops import attention, embedding, linear, logprob, norm, rope
+
+    return Ops("exact", linear.linear, linear.gated_linear, embedding.embed, norm.rms_norm,
+               rope.rope_qkv, attention.attention, logprob.log_softmax, logprob.token_logprobs,
+               logprob.argmax)
+
+
+@functools.cache
+def stock_ops() -> Ops:
+    """torch's own kernels."""
+    from kilter.ops import stock
+
+    return Ops("stock", stock.linear, stock.gated_linear, stock.embed, stock.rms_norm,
+               stock.rope_qkv, stock.attention, stock.log_softmax, stock.token_logprobs,
+               stock.argmax)

@@ -1,0 +1,582 @@
+// Causal attention over a sequence's own keys or a paged cache.
+//
+// The order of every reduction depends only on a row's own context index and window:
+//   - keys come in chunks of 256, aligned to key 0;
+//   - a score is a sum over the head dimension in order, of fma(scale * q, k);
+//   - within a chunk: the maximum m, p = exp(score - m), the sum of p in 16 lanes (key % 16), and
+//     the sum of p * v over keys in order;
+//   - chunks are merged in order by the usual rescaling to the larger maximum.
+// Keys outside the row's range are never touched, not even multiplied by zero.
+//
+// So the work can be cut freely. A tile is up to kRows (token, query head) rows of one sequence
+// and one KV head; keys are turned to [dim][keys] once per tile and 64 keys, so a decode step
+// (whose rows are the query heads that share the KV head) and a prefill run the same two small
+// matrix products. A tile whose keys are many compared with the whole call is cut into runs of
+// chunks that different threads take; their partial results are merged in chunk order.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+struct KtAttentionArgs {
+  const float* q;  // [tokens, heads, dim]
+  const void* k;   // [slots, groups, dim]
+  const void* v;
+  const int32_t* cu_seqlens;  // [seqs + 1]
+  const int32_t* context;     // null, or [seqs]
+  const int32_t* page_table;  // null (key j of a sequence is row cu_seqlens[s] + j), or [seqs, width]
+  float* out;                 // [tokens, heads, dim]
+  float* lse;                 // null, or [tokens, heads]
+  int32_t* status;            // 1 bad cu_seqlens, 2 context too short, 3 table too narrow, 4 bad page
+  int64_t tokens, seqs, heads, groups, dim, slots, page_size, table_width;
+  int64_t window;  // 0: none
+  float scale;
+  int32_t kv_type;  // 0 fp32, 1 bf16, 2 fp16
+};
+
+namespace kt {
+namespace {
+
+constexpr long kChunk = 256;             // keys per softmax chunk: part of the order of reduction
+constexpr long kSub = 64;                // keys turned at a time
+constexpr long kRows = 96;               // rows of a tile
+constexpr int kBlock = 6;                // rows of a register tile
+constexpr long kScoreStride = kChunk + 16;  // not a power of two: rows fall into different sets
+#if KT_AVX512
+constexpr int kWide = 4;  // vectors of a register tile
+#else
+constexpr int kWide = 1;
+#endif
+constexpr long kPanel = 16 * kWide;
+
+long round_up(long n, long m) { return (n + m - 1) / m * m; }
+
+struct Tile {
+  long seq, group, token, num_tokens;
+  long position;       // context index of the first token
+  long first, last;    // chunks [first, last)
+  long cost;
+  long partial = -1;   // where its chunks' partial results lie, if it is cut
+};
+
+struct Segment {
+  long tile, first, last;
+};
+
+// 64-byte aligned memory that only grows.
+class Arena {
+ public:
+  ~Arena() { std::free(p_); }
+  float* get(size_t floats) {
+    if (floats > size_) {
+      std::free(p_);
+      size_ = (floats + floats / 4 + 15) / 16 * 16;
+      p_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+    }
+    return p_;
+  }
+
+ private:
+  float* p_ = nullptr;
+  size_t size_ = 0;
+};
+
+// out[j * stride + i] = rows[i][j] for 16 rows and 16 columns.
+#if KT_AVX512
+template <class T>
+KT_INLINE void transpose16(const T* const* rows, long column, float* out, long stride) {
+  __m512 t[16], u[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    __m512 a = load(rows[2 * i] + column).v, b = load(rows[2 * i + 1] + column).v;
+    t[2 * i] = _mm512_unpacklo_ps(a, b);
+    t[2 * i + 1] = _mm512_unpackhi_ps(a, b);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + 2 + j]);
+      u[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      u[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    __m512 x0 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x88);
+    __m512 x1 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xdd);
+    __m512 y0 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88);
+    __m512 y1 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
+    _mm512_storeu_ps(out + j * stride, _mm512_shuffle_f32x4(x0, y0, 0x88));
+    _mm512_storeu_ps(out + (4 + j) * stride, _mm512_shuffle_f32x4(x1, y1, 0x88));
+    _mm512_storeu_ps(out + (8 + j) * stride, _mm512_shuffle_f32x4(x0, y0, 0xdd));
+    _mm512_storeu_ps(out + (12 + j) * stride, _mm512_shuffle_f32x4(x1, y1, 0xdd));
+  }
+}
+#elif KT_AVX2
+KT_INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+KT_INLINE __m256 load8(const bf16* p) { return bf16_half(&p->bits); }
+KT_INLINE __m256 load8(const f16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+template <class T>
+KT_INLINE void transpose16(const T* const* rows, long column, float* out, long stride) {
+  for (int half = 0; half < 4; ++half) {
+    const T* const* r = rows + 8 * (half & 1);
+    const long c = column + 8 * (half >> 1);
+    float* o = out + 8 * (half >> 1) * stride + 8 * (half & 1);
+    __m256 t[8], u[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      __m256 a = load8(r[2 * i] + c), b = load8(r[2 * i + 1] + c);
+      t[2 * i] = _mm256_unpacklo_ps(a, b);
+      t[2 * i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      _mm256_storeu_ps(o + j * stride, _mm256_permute2f128_ps(u[j], u[4 + j], 0x20));
+      _mm256_storeu_ps(o + (4 + j) * stride, _mm256_permute2f128_ps(u[j], u[4 + j], 0x31));
+    }
+  }
+}
+#else
+template <class T>
+KT_INLINE void transpose16(const T* const* rows, long column, float* out, long stride) {
+  for (int j = 0; j < 16; ++j)
+    for (int i = 0; i < 16; ++i) out[j * stride + i] = to_float(rows[i][column + j]);
+}
+#endif
+
+// Keys [0, 16) of `rows` to a panel's columns: out[j * kPanel + i] = rows[i][j], j < dim.
+template <class T>
+void turn_keys(const T* const* rows, long dim, float* out) {
+  long j = 0;
+  for (; j + 16 <= dim; j += 16) transpose16(rows, j, out + j * kPanel, kPanel);
+  for (; j < dim; ++j)
+    for (int i = 0; i < 16; ++i) out[j * kPanel + i] = to_float(rows[i][j]);
+}
+
+// scores[r][16 n + lane] = sum over j of q[j][r] * k[j][16 n + lane].
+template <int MR, int NV>
+void score_tile(const float* q, const float* k, long dim, float* scores) {
+  f32x16 acc[MR][NV];
+#pragma GCC unroll 6
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) acc[r][n] = zero();
+  for (long j = 0; j < dim; ++j, q += kBlock, k += kPanel) {
+    f32x16 key[NV];
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) key[n] = load(k + 16 * n);
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r) {
+      f32x16 query = set1(q[r]);
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) acc[r][n] = fma(query, key[n], acc[r][n]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) store(scores + r * kScoreStride + 16 * n, acc[r][n]);
+}
+
+// acc[r][0, 16 NV) += p[r][key] * value(key)[0, 16 NV) for keys [begin, end) in order.
+template <int MR, int NV, class Value>
+KT_INLINE void value_tile(const float* p, long begin, long end, Value value, float* out,
+                          long stride) {
+  f32x16 acc[MR][NV];
+#pragma GCC unroll 6
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) acc[r][n] = load(out + r * stride + 16 * n);
+  for (long key = begin; key < end; ++key) {
+    const auto* v = value(key);
+    f32x16 x[NV];
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) x[n] = load(v + 16 * n);
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r) {
+      f32x16 weight = set1(p[r * kScoreStride + key]);
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) acc[r][n] = fma(weight, x[n], acc[r][n]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n) store(out + r * stride + 16 * n, acc[r][n]);
+}
+
+template <int MR>
+void score_rows(const float* q, const float* k, long dim, long begin, long end, float* scores) {
+  for (long n = begin; n < end;) {  // vectors of 16 keys
+    const float* panel = k + (n / kWide) * dim * kPanel + (n % kWide) * 16;
+    if (kWide > 1 && n % kWide == 0 && n + kWide <= end) {
+      score_tile<MR, kWide>(q, panel, dim, scores + 16 * n);
+      n += kWide;
+    } else {
+      score_tile<MR, 1>(q, panel, dim, scores + 16 * n);
+      ++n;
+    }
+  }
+}
+
+using ScoreFn = void (*)(const float*, const float*, long, long, long, float*);
+constexpr ScoreFn kScoreRows[kBlock + 1] = {nullptr,       score_rows<1>, score_rows<2>,
+                                            score_rows<3>, score_rows<4>, score_rows<5>,
+                                            score_rows<6>};
+
+template <int MR, class Value>
+KT_INLINE void value_wide(int vectors, const float* p, long begin, long end, Value value,
+                          float* out, long stride) {
+  if (vectors == kWide)
+    value_tile<MR, kWide>(p, begin, end, value, out, stride);
+  else
+    for (int n = 0; n < vectors; ++n)
+      value_tile<MR, 1>(p, begin, end, [=](long key) { return value(key) + 16 * n; },
+                        out + 16 * n, stride);
+}
+
+template <class Value>
+void value_rows(int rows, int vectors, const float* p, long begin, long end, Value value,
+                float* out, long stride) {
+  switch (rows) {
+    case 1: return value_wide<1>(vectors, p, begin, end, value, out, stride);
+    case 2: return value_wide<2>(vectors, p, begin, end, value, out, stride);
+    case 3: return value_wide<3>(vectors, p, begin, end, value, out, stride);
+    case 4: return value_wide<4>(vectors, p, begin, end, value, out, stride);
+    case 5: return value_wide<5>(vectors, p, begin, end, value, out, stride);
+    default: return value_wide<6>(vectors, p, begin, end, value, out, stride);
+  }
+}
+
+// (maximum, sum, accumulator) of one chunk or of several merged ones, for a tile's rows. A row
+// that no key has reached has sum 0.
+struct Partial {
+  float *top, *sum, *acc;
+  static size_t floats(long rows, long width) { return size_t(round_up(2 * rows, 16) + rows * width); }
+  static Partial at(float* p, long rows) { return {p, p + rows, p + round_up(2 * rows, 16)}; }
+};
+
+void merge_row(const Partial& into, const Partial& from, long row, long width) {
+  if (from.sum[row] == 0.0f) return;
+  float *a = into.acc + row * width, *b = from.acc + row * width;
+  if (into.sum[row] == 0.0f) {
+    into.top[row] = from.top[row];
+    into.sum[row] = from.sum[row];
+    std::memcpy(a, b, size_t(width) * sizeof(float));
+    return;
+  }
+  const float top = std::max(into.top[row], from.top[row]);
+  float t[16] = {into.top[row] - top, from.top[row] - top};
+  store(t, exp(load(t)));
+  const f32x16 keep = set1(t[0]), add = set1(t[1]);
+  for (long i = 0; i < width; i += 16) store(a + i, fma(load(b + i), add, load(a + i) * keep));
+  into.top[row] = top;
+  into.sum[row] = std::fma(from.sum[row], t[1], into.sum[row] * t[0]);
+}
+
+template <class T>
+class Worker {
+ public:
+  Worker(const KtAttentionArgs* a, const Tile& tile)
+      : a_(a), tile_(tile), per_(a->heads / a->groups), rows_(tile.num_tokens * per_),
+        width_(round_up(a->dim, 16)) {
+    thread_local Arena arena;
+    const long blocks = (rows_ + kBlock - 1) / kBlock, padded = blocks * kBlock;
+    const size_t sizes[] = {
+        size_t(round_up(blocks * kBlock * a->dim, 16)), size_t(kSub * a->dim),
+        size_t(padded * kScoreStride),                  size_t(kSub * round_up(width_, kPanel)),
+        Partial::floats(padded, width_),                Partial::floats(padded, width_),
+        size_t(width_),                                 size_t(width_)};
+    size_t total = 0;
+    for (size_t s : sizes) total += s;
+    float* p = arena.get(total);
+    float* parts[8];
+    for (int i = 0; i < 8; ++i) {
+      parts[i] = p;
+      p += sizes[i];
+    }
+    q_ = parts[0];
+    keys_ = parts[1];
+    scores_ = parts[2];
+    values_ = parts[3];
+    chunk_ = Partial::at(parts[4], padded);
+    whole_ = Partial::at(parts[5], padded);
+    none_ = reinterpret_cast<T*>(parts[6]);
+    bad_ = reinterpret_cast<T*>(parts[7]);
+    std::memset(parts[6], 0, size_t(width_) * sizeof(float));
+    std::memset(parts[7], 0xff, size_t(width_) * sizeof(float));  // NaN in every storage type
+    for (long m = 0; m < rows_; ++m) {
+      const float* x = a->q + ((tile.token + m / per_) * a->heads + tile.group * per_ + m % per_) * a->dim;
+      float* to = q_ + (m / kBlock) * kBlock * a->dim + m % kBlock;
+      for (long j = 0; j < a->dim; ++j) to[j * kBlock] = x[j] * a->scale;
+    }
+  }
+
+  void whole() {
+    std::fill_n(whole_.sum, rows_, 0.0f);
+    for (long c = tile_.first; c < tile_.last; ++c) {
+      chunk(c, chunk_);
+      for (long m = 0; m < rows_; ++m) merge_row(whole_, chunk_, m, width_);
+    }
+    finish(whole_);
+  }
+
+  void merge(float* partials) {
+    const size_t stride = Partial::floats(rows_, width_);
+    std::fill_n(whole_.sum, rows_, 0.0f);
+    for (long c = tile_.first; c < tile_.last; ++c, partials += stride) {
+      const Partial part = Partial::at(partials, rows_);
+      for (long m = 0; m < rows_; ++m) merge_row(whole_, part, m, width_);
+    }
+    finish(whole_);
+  }
+
+  // One chunk's partial result of every row.
+  void chunk(long c, const Partial& to) {
+    const long start = c * kChunk;
+    const long begin = std::max(low(0), start);
+    const long end = std::min(high(tile_.num_tokens - 1), start + kChunk);
+    const T *krows[kSub], *vrows[kSub];
+    for (long sub = (begin - start) / kSub; sub * kSub < end - start; ++sub) {
+      const long first = start + sub * kSub, n = std::min(end - first, kSub);
+      find(static_cast<const T*>(a_->k), first, begin, n, krows);
+      const long vectors = (n + 15) / 16;
+      for (long i = 0; i < vectors; ++i)
+        turn_keys(krows + 16 * i, a_->dim,
+                  keys_ + (i / kWide) * a_->dim * kPanel + (i % kWide) * 16);
+      for (long m = 0; m < rows_; m += kBlock) {
+        const long rows = std::min<long>(kBlock, rows_ - m);
+        const long from = std::max(low(m / per_) - first, 0L) / 16;
+        const long upto = (std::min(high((m + rows - 1) / per_) - first, kSub) + 15) / 16;
+        if (from < upto)
+          kScoreRows[rows](q_ + m * a_->dim, keys_, a_->dim, from, upto,
+                           scores_ + m * kScoreStride + sub * kSub);
+      }
+    }
+    for (long m = 0; m < rows_; ++m) softmax(m, start, to);
+    std::fill_n(to.acc, rows_ * width_, 0.0f);
+    const bool direct = a_->dim % 16 == 0 && rows_ <= 2 * kBlock;
+    for (long sub = (begin - start) / kSub; sub * kSub < end - start; ++sub) {
+      const long first = start + sub * kSub, n = std::min(end - first, kSub);
+      find(static_cast<const T*>(a_->v), first, begin, n, vrows);
+      if (!direct) gather_values(vrows, n);
+      for (long i = 0; i < width_; i += kPanel) {
+        const int vectors = int(std::min(kPanel, width_ - i) / 16);
+        if (direct)
+          multiply(first, start, vectors, i, to.acc, [&](long key) { return vrows[key] + i; });
+        else
+          multiply(first, start, vectors, i, to.acc,
+                   [v = values_ + i * kSub](long key) { return v + key * kPanel; });
+      }
+    }
+  }
+
+ private:
+  long high(long token) const { return tile_.position + token + 1; }
+  long low(long token) const {
+    return a_->window ? std::max(0L, high(token) - a_->window) : 0L;
+  }
+
+  // Where the rows of keys [first, first + n) begin; up to a whole vector, keys that nobody in
+  // this tile may read (below `begin`, or at n and above) stand on a row of zeros.
+  void find(const T* base, long first, long begin, long n, const T** rows) const {
+    const long stride = a_->groups * a_->dim;
+    base += tile_.group * a_->dim;
+    const long seq_start = a_->cu_seqlens[tile_.seq];
+    const int32_t* table = a_->page_table ? a_->page_table + tile_.seq * a_->table_width : nullptr;
+    for (long i = 0; i < round_up(n, 16); ++i) {
+      const long key = first + i;
+      if (i >= n || key < begin) {
+        rows[i] = none_;
+      } else if (!table) {
+        rows[i] = base + (seq_start + key) * stride;
+      } else {
+        const long slot = long(table[key / a_->page_size]) * a_->page_size + key % a_->page_size;
+        if (slot < 0 || slot >= a_->slots) {
+          std::atomic_ref<int32_t>(*a_->status).store(4, std::memory_order_relaxed);
+          rows[i] = bad_;
+        } else {
+          rows[i] = base + slot * stride;
+        }
+      }
+    }
+  }
+
+  // Widened to fp32 and laid out [panel][key][kPanel].
+  void gather_values(const T* const* rows, long n) {
+    for (long i = 0; i < width_; i += 16) {
+      float* to = values_ + (i / kPanel) * kSub * kPanel + i % kPanel;
+      for (long key = 0; key < n; ++key) store(to + key * kPanel, load_n(rows[key] + i, a_->dim - i));
+    }
+  }
+
+  void softmax(long m, long start, const Partial& to) {
+    const long begin = std::max(low(m / per_) - start, 0L);
+    const long end = std::min(high(m / per_) - start, kChunk);
+    if (begin >= end) {
+      to.sum[m] = 0.0f;
+      return;
+    }
+    static constexpr float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const f32x16 lane = load(lanes), never = set1(-INFINITY);
+    float* s = scores_ + m * kScoreStride;
+    const long first = begin / 16 * 16, last = (end - 1) / 16 * 16;
+    store(s + first, select_lt(lane, set1(float(begin - first)), never, load(s + first)));
+    store(s + last, select_lt(lane, set1(float(end - last)), load(s + last), never));
+    f32x16 top = never, sum = zero();
+    for (long i = first; i <= last; i += 16) top = max(top, load(s + i));
+    to.top[m] = reduce_max(top);
+    const f32x16 shift = set1(to.top[m]);
+    for (long i = first; i <= last; i += 16) {
+      f32x16 p = exp(load(s + i) - shift);
+      sum = sum + p;
+      store(s + i, p);
+    }
+    to.sum[m] = reduce_add(sum);
+  }
+
+  // acc[m][column, + 16 vectors) += p[m] * values over keys [first, first + kSub), every row over
+  // its own range: where the rows of a block differ, those keys are done row by row.
+  template <class Value>
+  void multiply(long first, long start, int vectors, long column, float* acc, Value value) const {
+    for (long m = 0; m < rows_; m += kBlock) {
+      const long rows = std::min<long>(kBlock, rows_ - m), last = (m + rows - 1) / per_;
+      const long begin = std::max(low(last) - first, 0L);
+      const long end = std::min(high(m / per_) - first, kSub);
+      const float* p = scores_ + m * kScoreStride + (first - start);
+      float* out = acc + m * width_ + column;
+      const auto single = [&](long r, long from, long upto) {
+        from = std::max(from, low((m + r) / per_) - first);
+        upto = std::min(upto, high((m + r) / per_) - first);
+        if (from < upto)
+          value_rows(1, vectors, p + r * kScoreStride, from, upto, value, out + r * width_, width_);
+      };
+      if (begin >= end) {
+        for (long r = 0; r < rows; ++r) single(r, 0, kSub);
+        continue;
+      }
+      if (begin > 0)
+        for (long r = 0; r < rows; ++r) single(r, 0, begin);
+      value_rows(int(rows), vectors, p, begin, end, value, out, width_);
+      if (end < kSub)
+        for (long r = 0; r < rows; ++r) single(r, end, kSub);
+    }
+  }
+
+  void finish(const Partial& from) const {
+    for (long m = 0; m < rows_; ++m) {
+      const long row = (tile_.token + m / per_) * a_->heads + tile_.group * per_ + m % per_;
+      const f32x16 sum = set1(from.sum[m]);
+      for (long i = 0; i < a_->dim; i += 16)
+        store_n(a_->out + row * a_->dim + i, a_->dim - i, load(from.acc + m * width_ + i) / sum);
+      if (a_->lse) a_->lse[row] = float(double(from.top[m]) + std::log(double(from.sum[m])));
+    }
+  }
+
+  const KtAttentionArgs* a_;
+  const Tile& tile_;
+  const long per_, rows_, width_;
+  float *q_, *keys_, *scores_, *values_;
+  Partial chunk_, whole_;
+  T *none_, *bad_;
+};
+
+// The tiles of the call, or the status of a batch that makes no sense.
+int32_t plan(const KtAttentionArgs* a, std::vector<Tile>& tiles) {
+  const int32_t* cu = a->cu_seqlens;
+  if (cu[0] != 0 || cu[a->seqs] != a->tokens) return 1;
+  const long per = a->heads / a->groups, step = std::max(1L, kRows / per);
+  tiles.clear();
+  for (long s = 0; s < a->seqs; ++s) {
+    const long n = cu[s + 1] - cu[s];
+    if (n < 0 || cu[s + 1] > a->tokens) return 1;
+    const long context = a->context ? a->context[s] : n;
+    if (context < n) return 2;
+    if (n && a->page_table && (context - 1) / a->page_size >= a->table_width) return 3;
+    for (long t = 0; t < n; t += step) {
+      const long count = std::min(step, n - t), position = context - n + t;
+      const long low = a->window ? std::max(0L, position + 1 - a->window) : 0L;
+      const long first = low / kChunk, last = (position + count - 1) / kChunk + 1;
+      for (long g = 0; g < a->groups; ++g)
+        tiles.push_back({s, g, cu[s] + t, count, position, first, last,
+                         count * per * (last - first)});
+    }
+  }
+  return 0;
+}
+
+template <class T>
+void run(const KtAttentionArgs* a) {
+  thread_local std::vector<Tile> tiles;
+  thread_local std::vector<Segment> segments;
+  thread_local std::vector<long> cut;
+  thread_local Arena partials;
+  if (const int32_t status = plan(a, tiles)) {
+    *a->status = status;
+    std::fill_n(a->out, a->tokens * a->heads * a->dim, NAN);
+    return;
+  }
+  long total = 0;
+  for (const Tile& tile : tiles) total += tile.cost;
+  const long share = num_threads() > 1 ? std::max(1L, total / (4 * num_threads())) : total + 1;
+  const long width = round_up(a->dim, 16), per = a->heads / a->groups;
+  segments.clear();
+  cut.clear();
+  size_t floats = 0;
+  // Back to front: the longest contexts of a prefill are started first.
+  for (long i = long(tiles.size()) - 1; i >= 0; --i) {
+    Tile& tile = tiles[i];
+    const long chunks = tile.last - tile.first;
+    const long parts = std::min(chunks, (tile.cost + share / 2) / share);
+    if (parts <= 1) {
+      segments.push_back({i, tile.first, tile.last});
+      continue;
+    }
+    cut.push_back(i);
+    tile.partial = long(floats);
+    floats += size_t(chunks) * Partial::floats(tile.num_tokens * per, width);
+    for (long p = 0; p < parts; ++p)
+      segments.push_back({i, tile.first + chunks * p / parts, tile.first + chunks * (p + 1) / parts});
+  }
+  float* parts = floats ? partials.get(floats) : nullptr;
+  const Tile* tile_of = tiles.data();
+  const Segment* segment_of = segments.data();
+  parallel_for(long(segments.size()), [=](long i, int) {
+    const Segment& segment = segment_of[i];
+    const Tile& tile = tile_of[segment.tile];
+    Worker<T> worker(a, tile);
+    if (tile.partial < 0) return worker.whole();
+    const long rows = tile.num_tokens * per;
+    const size_t stride = Partial::floats(rows, width);
+    for (long c = segment.first; c < segment.last; ++c)
+      worker.chunk(c, Partial::at(parts + tile.partial + size_t(c - tile.first) * stride, rows));
+  });
+  const long* cut_of = cut.data();
+  parallel_for(long(cut.size()), [=](long i, int) {
+    const Tile& tile = tile_of[cut_of[i]];
+    Worker<T>(a, tile).merge(parts + tile.partial);
+  });
+}
+
+}  // namespace
+}  // namespace kt
+
+extern "C" void kt_attention(const KtAttentionArgs* a) {
+  switch (a->kv_type) {
+    case 0: return kt::run<float>(a);
+    case 1: return kt::run<kt::bf16>(a);
+    default: return kt::run<kt::f16>(a);
+  }
+}

@@ -1,0 +1,84 @@
+// The multiply-accumulate core: R rows times P panels of 16 outputs, over a run of k.
+//
+// acc[r][p] = fma(x[r][k], w[p][k], acc[r][p]) for k = k0, k0 + 1, ... : each output is one chain
+// in k order, whatever R, P and the storage, so the choice of tile never shows in the result.
+#pragma once
+#include <utility>
+
+#include "formats.h"
+
+#define KT_LAMBDA_INLINE __attribute__((always_inline))
+
+namespace kt {
+
+// Rows in the largest tile, and how many panels keep the registers full beside r rows: 32
+// registers of 16 floats on AVX-512, 16 of 8 on AVX2 (a panel is two).
+constexpr int kTileRows = 6;
+#if KT_AVX512
+constexpr int tile_panels(int) { return 4; }
+#else
+constexpr int tile_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
+
+// c [R][ldc]: where the tile's sums go; they start from c's own values if `resume`, else from 0.
+using TileFn = void (*)(const Layout& w, const uint8_t* const* panels, const float* x, long ldx,
+                        long k0, long k1, float* c, long ldc, bool resume);
+
+template <class F, int R, int P>
+void tile(const Layout& w, const uint8_t* const* panels, const float* x, long ldx, long k0,
+          long k1, float* c, long ldc, bool resume) {
+  using Group = typename F::Group;
+  f32x16 acc[R][P];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) acc[r][p] = resume ? load(c + r * ldc + p * 16) : zero();
+
+  auto step = [&](const f32x16 (&v)[P], long k) KT_LAMBDA_INLINE {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const f32x16 a = set1(x[r * ldx + k]);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) acc[r][p] = fma(a, v[p], acc[r][p]);
+    }
+  };
+  auto run = [&](const Group* g, long base, long n) KT_LAMBDA_INLINE {
+    long k = 0;
+    for (; k + 8 <= n; k += 8) {
+      [&]<size_t... I>(std::index_sequence<I...>) KT_LAMBDA_INLINE {
+        const typename Group::Eight e[P] = {g[I].eight(k)...};
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+          const f32x16 v[P] = {e[I][j]...};
+          step(v, base + k + j);
+        }
+      }(std::make_index_sequence<P>());
+    }
+    for (; k < n; ++k) {
+      [&]<size_t... I>(std::index_sequence<I...>) KT_LAMBDA_INLINE {
+        const f32x16 v[P] = {g[I].one(k)...};
+        step(v, base + k);
+      }(std::make_index_sequence<P>());
+    }
+  };
+  const long stride = F::kGrouped ? w.group : k1 - k0;
+  for (long k = k0; k < k1; k += stride) {
+    [&]<size_t... I>(std::index_sequence<I...>) KT_LAMBDA_INLINE {
+      const Group g[P] = {Group(w, panels[I], k)...};
+      run(g, k, std::min(stride, k1 - k));
+    }(std::make_index_sequence<P>());
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) store(c + r * ldc + p * 16, acc[r][p]);
+}
+
+// The kernel for `rows` (1..kTileRows) rows reading a packed storage as it lies, tile_panels(rows)
+// panels at a time.
+TileFn direct_tile(int storage, int rows);
+// The kernel for fp32 panels under many rows, kWidePanels at a time, the last `used` of them.
+constexpr int kWidePanels = tile_panels(kTileRows);
+TileFn wide_tile(int rows, int used);
+
+}  // namespace kt

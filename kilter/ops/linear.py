@@ -1,0 +1,223 @@
+"""Linear layers, each row by itself: ``y = x W^T``.
+
+Every output is one chain of fused multiply-adds over k = 0 .. K-1 in fp32, starting from zero,
+then ``+ bias``, then ``residual +``. That order holds for every number of rows, every storage of
+the weight (which only decides which fp32 numbers W is made of) and every instruction set, so a
+row's bits depend on nothing but the row, and training and inference agree.
+
+With ``splits`` V the chain is cut in V equal parts of K whose sums are added in a balanced binary
+tree (of an odd number of parts the left half takes one more): the order of a layer whose K is
+spread over ranks, whatever their number, as long as each holds a subtree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kilter.ops import reference
+from kilter.ops.activation import ACTIVATIONS, gated_activation
+from kilter.ops.cpu.library import Kernel, available
+from kilter.ops.norm import watched
+from kilter.ops.packed import Matrix, PackedWeight, plain_matrix
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _LinearArgs(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("residual", ctypes.c_void_p),
+                ("y", ctypes.c_void_p), ("rows", ctypes.c_int64), ("ldx", ctypes.c_int64),
+                ("ld_residual", ctypes.c_int64), ("w", Matrix), ("splits", ctypes.c_int32),
+                ("activation", ctypes.c_int32)]
+
+
+_kernel = Kernel("kt_linear", _LinearArgs)
+
+
+def linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None,
+           residual: Tensor | None = None, *, splits: int = 1) -> Tensor:
+    """``x W^T + bias``, then ``residual + `` that (two fp32 additions, in this order).
+
+    Args:
+        x_TK: float32 [T, K]; rows may be strided, K contiguous.
+        weight: [N, K], packed, or a float32, bfloat16 or float16 tensor with any strides.
+        bias: float [N].
+        residual: float32 [T, N]; rows may be strided.
+        splits: parts of K, which it must divide.
+
+    Returns:
+        float32 [T, N].
+
+    Raises:
+        ValueError: for other shapes, dtypes or layouts.
+    """
+    _check(x_TK, weight, bias, residual, splits)
+    tensor = weight if isinstance(weight, Tensor) else None
+    if watched(x_TK, tensor, bias, residual):
+        y_TN = _through_torch(x_TK, weight, bias, splits)
+        return y_TN if residual is None else residual + y_TN
+    return _forward(x_TK, weight, bias, residual, splits)
+
+
+def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None,
+                 activation: str = "silu", *, splits: int = 1) -> Tensor:
+    """``activation(gate) * up`` with [gate | up] = ``linear(x, weight, bias)``, bit for bit.
+
+    Args:
+        x_TK: float32 [T, K]; rows may be strided, K contiguous.
+        weight: [2F, K], rows [gate; up], as in `linear`.
+        bias: float [2F].
+        activation: ``"silu"`` or ``"gelu_tanh"``, see `kilter.ops.activation`.
+        splits: as in `linear`.
+
+    Returns:
+        float32 [T, F].
+
+    Raises:
+        ValueError: for other shapes, dtypes, layouts or activations, and for a packed weight
+            whose F is not a multiple of 16 and that was not packed with ``gated=True``.
+    """
+    _check(x_TK, weight, bias, None, splits)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"The activation is {activation!r}; it must be one of "
+                         f"{', '.join(ACTIVATIONS)}.")
+    rows = weight.shape[0]
+    if rows % 2:
+        raise ValueError(f"A gated weight has rows [gate; up], but this one has {rows}, an odd "
+                         "number.")
+    if isinstance(weight, PackedWeight):
+        if weight.halves == 1 and rows % 32:
+            raise ValueError(f"This weight has 2 x {rows // 2} rows, and {rows // 2} is not a "
+                             "multiple of 16: pack it with gated=True.")
+        tensor = None
+    else:
+        tensor = weight
+    if watched(x_TK, tensor, bias):
+        return gated_activation(_through_torch(x_TK, weight, bias, splits), activation)
+    return _forward(x_TK, weight, bias, None, splits, activation)
+
+
+def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """The gradient of `linear` by x: ``dy W``, float32 [T, K], through the same kernel (one chain
+    over N), so row-invariant too. ``dy_TN``: float32 [T, N], N contiguous.
+
+    Raises:
+        ValueError: for other shapes, dtypes or layouts.
+    """
+    if isinstance(weight, PackedWeight):
+        weight = weight.dequantize()
+    return linear(dy_TN, weight.t())
+
+
+def _check(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
+           residual: Tensor | None, splits: int) -> None:
+    rows, k = weight.shape
+    if (x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == k and _rows_contiguous(x)
+            and (isinstance(weight, PackedWeight) or weight.dtype in _DTYPES)
+            and (bias is None or (bias.shape == (rows,) and bias.dtype in _DTYPES))
+            and (residual is None or (residual.shape == (x.shape[0], rows)
+                                      and residual.dtype == torch.float32
+                                      and _rows_contiguous(residual)))
+            and (splits == 1 or (splits > 1 and k % splits == 0))):
+        return
+    problems = []
+    if x.dim() != 2 or x.shape[1] != k:
+        problems.append(f"x has shape {tuple(x.shape)}, but the weight [{rows}, {k}] needs "
+                        f"[T, {k}]")
+    if x.dtype != torch.float32:
+        problems.append(f"x is {x.dtype}; linear computes in float32")
+    elif x.dim() == 2 and not _rows_contiguous(x):
+        problems.append(f"the rows of x are not contiguous (strides {x.stride()}); call "
+                        ".contiguous() first")
+    if isinstance(weight, Tensor) and weight.dtype not in _DTYPES:
+        problems.append(f"the weight is {weight.dtype}; it must be float32, bfloat16 or float16")
+    if bias is not None and (bias.shape != (rows,) or bias.dtype not in _DTYPES):
+        problems.append(f"the bias is {bias.dtype} {tuple(bias.shape)}; it must be floats [{rows}]")
+    if residual is not None and (residual.dtype != torch.float32
+                                 or residual.shape != (x.shape[0], rows)
+                                 or not _rows_contiguous(residual)):
+        problems.append(f"the residual is {residual.dtype} {tuple(residual.shape)} with strides "
+                        f"{residual.stride()}; it must be float32 [{x.shape[0]}, {rows}] with "
+                        "contiguous rows")
+    if splits < 1 or k % splits:
+        problems.append(f"K = {k} cannot be cut in {splits} equal parts")
+    raise ValueError(f"linear cannot run: {'; '.join(problems)}.")
+
+
+def _rows_contiguous(x: Tensor) -> bool:
+    return x.stride(1) == 1 or x.shape[1] <= 1
+
+
+def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
+             residual: Tensor | None, splits: int, activation: str | None = None) -> Tensor:
+    if x.is_cuda:
+        from kilter.ops.cuda import linear as cuda
+
+        if activation is None:
+            return cuda.linear(x, weight, bias, residual, splits=splits)
+        return cuda.gated_linear(x, weight, bias, activation, splits=splits)
+    if not available():
+        if isinstance(weight, PackedWeight):  # packed by a process that could; not by this one
+            weight = weight.dequantize()
+        y = reference.linear(x, weight, bias, residual, splits=splits)
+        return y if activation is None else reference.gated_activation(y, activation)
+    if bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous()):
+        bias = bias.float().contiguous()
+    gated = activation is not None
+    matrix = (weight.matrix if isinstance(weight, PackedWeight)
+              else plain_matrix(weight, 2 if gated else 1))
+    y = torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=torch.float32)
+    _kernel.call(
+        x.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(), y.data_ptr(), x.shape[0], x.stride(0),
+        0 if residual is None else residual.stride(0), matrix, splits,
+        -1 if activation is None else ACTIVATIONS[activation],
+        keep=(x, weight, bias, residual, y))
+    return y
+
+
+def _through_torch(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
+                   splits: int) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return _linear_op(x, weight.data, bias, splits, weight.facts())
+    return _linear_op(x, weight, bias, splits, [])
+
+
+# `facts` is empty for a plain weight, and says what a packed one's bytes are.
+@torch.library.custom_op("kilter::linear", mutates_args=())
+def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int,
+               facts: list[int]) -> Tensor:
+    return _forward(x, _weight(weight, facts), bias, None, splits)
+
+
+def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
+    return PackedWeight.of(weight, facts) if facts else weight
+
+
+@_linear_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, facts: list[int]) -> Tensor:
+    return x.new_empty(x.shape[0], _weight(weight, facts).shape[0])
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, bias, _, ctx.facts = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+
+
+def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    x, weight = ctx.saved_tensors
+    grad = grad.contiguous()
+    dx = dw = db = None
+    if ctx.needs_input_grad[0]:
+        dx = linear_grad_input(grad, _weight(weight, ctx.facts))
+    if ctx.needs_input_grad[1]:
+        dw = (grad.t() @ x).to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        db = grad.sum(0).to(ctx.bias_dtype)
+    return dx, dw, db, None, None
+
+
+_linear_op.register_autograd(_backward, setup_context=_save)

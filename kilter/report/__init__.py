@@ -1,0 +1,1 @@
+"""What verbs and benchmarks share when they show something: text tables, progress, the machine."""

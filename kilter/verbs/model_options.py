@@ -1,0 +1,80 @@
+"""The options that `generate` and `chat` share, and what they load."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kilter.serve.generate import Generator
+    from kilter.serve.sampler import SamplingParams
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL and how it is loaded."""
+    parser.add_argument("model", help="a pulled model's name, a folder or a .gguf file")
+    group = parser.add_argument_group("loading")
+    group.add_argument("--weights", default="auto",
+                       choices=("auto", "fp32", "bf16", "int8", "int4"),
+                       help="how large matrices are held; auto keeps exactly what the file has "
+                            "(default: %(default)s)")
+    group.add_argument("--kv", default="fp32", choices=("fp32", "bf16", "fp16"),
+                       help="format of the KV cache (default: %(default)s)")
+    group.add_argument("--context", type=int, metavar="TOKENS",
+                       help="longest prompt plus answer (default: the model's, at most 8192)")
+    group.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    group.add_argument("--fast", action="store_true",
+                       help="torch's own kernels in place of the exact ones: a token's bits may "
+                            "then depend on its batch (on a CPU this is usually slower)")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen; `sampling_params` reads them."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, help="(default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.0,
+                       help="0 takes the likeliest token (default: %(default)s)")
+    group.add_argument("--top-k", type=int, default=0, help="0 is off (default: %(default)s)")
+    group.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
+    group.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
+    group.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="end before this text; may be given several times")
+
+
+def sampling_params(args: argparse.Namespace, logprobs: bool = False) -> SamplingParams:
+    """Raises ValueError listing every setting out of range."""
+    from kilter.serve.sampler import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k,
+        top_p=args.top_p, min_p=args.min_p, seed=args.seed, stop=tuple(args.stop),
+        logprobs=logprobs)
+
+
+def load(args: argparse.Namespace, max_running: int) -> Generator:
+    """Loads the model with a progress bar on stderr (shown on a terminal only)."""
+    import torch
+
+    from kilter.ops.cpu import library
+    from kilter.report.progress import progress
+    from kilter.serve.load import load_generator
+    from kilter.weights.pull import resolve
+
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads is {args.threads} but must be at least 1.")
+        torch.set_num_threads(args.threads)
+        library.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no CUDA device here; use --device cpu.")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {args.device!r}, but must be cpu or cuda.")
+    kv_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.kv]
+    path = resolve(args.model)
+    with progress("Loading weights") as advance:
+        return load_generator(path, storage=args.weights, device=args.device, exact=not args.fast,
+                              kv_dtype=kv_dtype, context=args.context, max_running=max_running,
+                              progress=advance)

@@ -1,0 +1,288 @@
+"""Writes a Hugging Face folder: safetensors, config.json, and the tokenizer files of the source.
+
+The folder is written beside its destination under a temporary name and renamed at the end, so a
+destination is whole or absent. Tensors are streamed: of the weights, one parameter at a time is
+in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kilter.models.spec import ModelSpec
+from kilter.ops.packed import QuantTensor
+from kilter.weights.bridge import ModelSource
+from kilter.weights.decoder import decoder_mappings, hugging_face
+from kilter.weights.errors import WeightsError
+from kilter.weights.families import FAMILIES
+from kilter.weights.mappings import ParameterMap, Weight, dense
+from kilter.weights.safetensors import INDEX
+
+Progress = Callable[[int, int], None]
+
+_TYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
+# Files that belong to a model and hold no weights and no code.
+_CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README.md",
+            "additional_chat_templates/*.jinja")
+_NOT_CARRIED = (INDEX, "pytorch_model.bin.index.json", "config.json", "kilter.json")
+
+
+@dataclass(frozen=True)
+class State:
+    """Weights in memory to export: a trained model, for instance.
+
+    Attributes:
+        spec: the model.
+        tensors: our parameter names to weights.
+        folder: a Hugging Face folder whose tokenizer and generation files go along, if any.
+        config: a config.json to carry over instead of one composed from `spec`.
+    """
+
+    spec: ModelSpec
+    tensors: Mapping[str, Weight]
+    folder: Path | None = None
+    config: Mapping[str, Any] | None = None
+
+
+def export_hf(source: ModelSource | State, dst: str | Path, *, dtype: torch.dtype | None = None,
+              max_shard_bytes: int = 5_000_000_000, overwrite: bool = False,
+              progress: Progress | None = None,
+              before_rename: Callable[[Path], None] | None = None) -> Path:
+    """Writes `source` as a folder that `transformers` loads; returns it.
+
+    A Hugging Face source comes out with the same tensor names, shapes and bytes, its config.json
+    and other files as they were. A GGUF source gets a composed config.json.
+
+    Args:
+        dtype: float32, float16 or bfloat16 for all tensors; None keeps each tensor's own (and
+            makes quantised ones float32, which holds the reference dequantisation exactly).
+        max_shard_bytes: above this, several files and an index are written. A parameter that is
+            larger by itself (fused ones count as one) makes a larger file.
+        overwrite: replace an existing destination.
+        progress: called with (bytes written, bytes in all).
+        before_rename: called with the complete temporary folder; adds files to it.
+
+    Raises:
+        WeightsError: the destination holds something and `overwrite` is off, or `source` lacks
+            parameters.
+        ValueError: an unsupported `dtype`.
+    """
+    dst = Path(dst)
+    if dtype is not None and dtype not in _TYPE_NAMES:
+        raise ValueError(f"Weights cannot be exported as {dtype}; use float32, float16 or "
+                         "bfloat16.")
+    if not overwrite and dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise WeightsError(f"{dst} already exists; choose another destination or allow it to be "
+                           "overwritten.")
+    parameters = _parameters(source, dtype)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    work = dst.parent / f".{dst.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    work.mkdir()
+    try:
+        _write_weights(work, parameters, max_shard_bytes, progress)
+        _carry_files(source, work)
+        if before_rename is not None:
+            before_rename(work)
+        # Last, because a folder without a config.json is not a model to anybody.
+        _write_json(work / "config.json", _config(source, parameters, dtype))
+        _replace(work, dst)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return dst
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter of ours, the tensors it becomes, and how to get it."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    load: Callable[[], dict[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())
+
+
+def _parameters(source: ModelSource | State, dtype: torch.dtype | None) -> list[_Parameter]:
+    """What to write, in order. Names and dtypes of a Hugging Face source stay as they are."""
+    maps = {m.name: m for m in decoder_mappings(source.spec, hugging_face(source.spec))}
+    if isinstance(source, State):
+        wrong = [*(f"{name} is missing" for name in maps if name not in source.tensors),
+                 *(f"{name} is unexpected" for name in source.tensors if name not in maps),
+                 *(f"{name} has shape {list(source.tensors[name].shape)} instead of "
+                   f"{list(m.shape)}" for name, m in maps.items() if name in source.tensors
+                   and tuple(source.tensors[name].shape) != m.shape)]
+        if wrong:
+            raise WeightsError(f"These weights are not a whole {source.spec.architecture}: "
+                               f"{'; '.join(wrong)}.")
+    return [_parameter(source, mapping, dtype) for mapping in maps.values()]
+
+
+def _parameter(source: ModelSource | State, mapping: ParameterMap,
+               dtype: torch.dtype | None) -> _Parameter:
+    name = mapping.name
+    tensors = {}
+    for i, (target, shape) in enumerate(mapping.sources.items()):
+        if dtype is not None:
+            own = dtype
+        elif isinstance(source, State):
+            weight = source.tensors[name]
+            own = torch.float32 if isinstance(weight, QuantTensor) else weight.dtype
+        else:
+            # The mappings of all formats list corresponding sources in the same order.
+            original = list(source.maps[name].sources)[i]
+            own = _DTYPES.get(source.store.tensors[original].type_name, torch.float32)
+        if own not in _TYPE_NAMES:
+            raise WeightsError(f"{name} has dtype {own}; only float32, float16 and bfloat16 can "
+                               "be exported. Give the dtype to convert to.")
+        tensors[target] = (own, shape)
+    copies = {}
+    if isinstance(source, ModelSource) and source.kind == "hf":
+        held = source.maps[name].aliases
+        copies = {target: next(iter(tensors)) for target, theirs in zip(
+            mapping.aliases, held, strict=True) if theirs in source.store.tensors}
+    tensors |= {target: tensors[original] for target, original in copies.items()}
+
+    def load() -> dict[str, Tensor]:
+        weight = source.tensors[name] if isinstance(source, State) else source.read(name)
+        parts = mapping.to_source(weight)
+        parts |= {target: parts[original] for target, original in copies.items()}
+        return {target: dense(part).to("cpu", tensors[target][0]).contiguous()
+                for target, part in parts.items()}
+
+    return _Parameter(tensors, load)
+
+
+def _write_weights(folder: Path, parameters: list[_Parameter], max_shard_bytes: int,
+                   progress: Progress | None) -> None:
+    shards: list[list[_Parameter]] = [[]]
+    for parameter in parameters:
+        held = sum(p.nbytes for p in shards[-1])
+        if shards[-1] and held + parameter.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(parameter)
+    total = sum(p.nbytes for p in parameters)
+    done = 0
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else (
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors")
+        for written in _write_shard(folder / file, shard):
+            done += written
+            if progress is not None:
+                progress(done, total)
+        weight_map |= {name: file for p in shard for name in p.tensors}
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total},
+                                     "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _write_shard(path: Path, shard: list[_Parameter]) -> Iterable[int]:
+    """Streams one file; yields the bytes written after each parameter.
+
+    The header comes first and needs every offset, which shapes and dtypes give. Wide dtypes come
+    first in the data, so that every tensor is aligned to its element size.
+    """
+    tensors = {name: entry for p in shard for name, entry in p.tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        end = offset + _nbytes(dtype, shape)
+        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": list(shape),
+                        "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for parameter in shard:
+            for name, tensor in parameter.load().items():
+                f.seek(8 + len(text) + header[name]["data_offsets"][0])
+                f.write(tensor.view(torch.uint8).numpy().data)
+            yield parameter.nbytes
+
+
+def _config(source: ModelSource | State, parameters: list[_Parameter],
+            dtype: torch.dtype | None) -> dict[str, Any]:
+    family = FAMILIES[source.spec.architecture]
+    config = dict(source.config or {})
+    if not config:
+        config = family.to_config(source.spec)
+        # The dtype that a reader loads in by default: the widest that a matrix needs.
+        kept = max((entry for p in parameters for entry in p.tensors.values()
+                    if len(entry[1]) == 2), key=lambda entry: entry[0].itemsize)[0]
+        config["torch_dtype"] = str(kept).removeprefix("torch.")
+        if isinstance(source, ModelSource):
+            config |= _token_ids(source)
+    if dtype is not None:
+        spelling = "dtype" if "dtype" in config else "torch_dtype"
+        config[spelling] = str(dtype).removeprefix("torch.")
+    return {**config, "architectures": [family.architecture], "model_type": family.model_type}
+
+
+def _token_ids(source: ModelSource) -> dict[str, Any]:
+    """The special token ids of a GGUF header, as config.json spells them."""
+    metadata = getattr(source.store, "metadata", {})
+    ids: dict[str, Any] = {
+        f"{ours}_token_id": int(metadata[f"tokenizer.ggml.{theirs}_token_id"])
+        for ours, theirs in (("bos", "bos"), ("pad", "padding"))
+        if f"tokenizer.ggml.{theirs}_token_id" in metadata}
+    eos = list(source.eos_token_ids)
+    return ids | ({"eos_token_id": eos[0] if len(eos) == 1 else eos} if eos else {})
+
+
+def _carry_files(source: ModelSource | State, work: Path) -> None:
+    """Copies the files that are not weights. A lone GGUF file's folder may hold anything, so
+    only a folder that was opened as a model gives its files."""
+    folder = source.folder
+    alone = isinstance(source, ModelSource) and source.path != folder
+    if folder is not None and not alone:
+        for pattern in _CARRIED:
+            for file in sorted(folder.glob(pattern)):
+                target = work / file.relative_to(folder)
+                if file.is_file() and file.name not in _NOT_CARRIED:
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, target)
+    generation = work / "generation_config.json"
+    if isinstance(source, ModelSource) and source.kind == "gguf" and not generation.exists():
+        ids = _token_ids(source)
+        if ids:
+            _write_json(generation, ids)
+
+
+def _replace(work: Path, dst: Path) -> None:
+    """Moves the finished folder to its place; what was there is put aside first, then deleted."""
+    if not dst.exists():
+        work.rename(dst)
+        return
+    old = work.with_name(work.name.replace(".partial-", ".old-"))
+    dst.rename(old)
+    try:
+        work.rename(dst)
+    except BaseException:
+        old.rename(dst)
+        raise
+    if old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * torch.Size(shape).numel()
