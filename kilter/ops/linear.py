@@ -55,7 +55,7 @@ def linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = No
     """
     _check(x_TK, weight, bias, residual, splits)
     tensor = weight if isinstance(weight, Tensor) else None
-    if watched(x_TK, tensor, bias, residual):
+    if x_TK.is_meta or watched(x_TK, tensor, bias, residual):
         y_TN = _through_torch(x_TK, weight, bias, splits)
         return y_TN if residual is None else residual + y_TN
     return _forward(x_TK, weight, bias, residual, splits)
@@ -94,7 +94,7 @@ def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | Non
         tensor = None
     else:
         tensor = weight
-    if watched(x_TK, tensor, bias):
+    if x_TK.is_meta or watched(x_TK, tensor, bias):
         return gated_activation(_through_torch(x_TK, weight, bias, splits), activation)
     return _forward(x_TK, weight, bias, None, splits, activation)
 
@@ -113,6 +113,11 @@ def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight) -> Tensor:
 
 def _check(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
            residual: Tensor | None, splits: int) -> None:
+    if x.is_cuda:
+        if isinstance(weight, PackedWeight):
+            raise ValueError("A packed weight is for the CPU, but x is on a GPU: use the plain "
+                             "tensor there.")
+        return  # the CUDA side checks for itself: it takes other dtypes
     rows, k = weight.shape
     if (x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == k and _rows_contiguous(x)
             and (isinstance(weight, PackedWeight) or weight.dtype in _DTYPES)
@@ -159,10 +164,12 @@ def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
             return cuda.linear(x, weight, bias, residual, splits=splits)
         return cuda.gated_linear(x, weight, bias, activation, splits=splits)
     if not available():
-        if isinstance(weight, PackedWeight):  # packed by a process that could; not by this one
-            weight = weight.dequantize()
-        y = reference.linear(x, weight, bias, residual, splits=splits)
-        return y if activation is None else reference.gated_activation(y, activation)
+        dense = weight if isinstance(weight, Tensor) else weight.dequantize()
+        y = _reference(x, dense, splits)
+        y = y if bias is None else y + bias
+        if activation is not None:
+            return reference.gated_activation(y, activation)
+        return y if residual is None else residual + y
     if bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous()):
         bias = bias.float().contiguous()
     gated = activation is not None
@@ -176,6 +183,15 @@ def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
         -1 if activation is None else ACTIVATIONS[activation],
         keep=(x, weight, bias, residual, y))
     return y
+
+
+def _reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    if splits == 1:
+        return reference.linear(x, weight)
+    left = splits - splits // 2
+    k = x.shape[1] // splits * left
+    return (_reference(x[:, :k], weight[:, :k], left)
+            + _reference(x[:, k:], weight[:, k:], splits - left))
 
 
 def _through_torch(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,

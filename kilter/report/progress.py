@@ -28,7 +28,8 @@ def progress(what: str, in_bytes: bool = False) -> Iterator[Callable[..., None]]
         TransferSpeedColumn,
     )
 
-    amount = [DownloadColumn(), TransferSpeedColumn()] if in_bytes else [MofNCompleteColumn()]
+    amount = ([DownloadColumn(binary_units=True), TransferSpeedColumn()] if in_bytes
+              else [MofNCompleteColumn()])
     bar = Progress(TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn(),
                    console=Console(stderr=True), transient=True)
     with bar:

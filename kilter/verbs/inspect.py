@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kilter.models.spec import LayerSpec, ModelSpec
 
 PARTS = ("embedding", "attention", "mlp", "norms", "head")
+# As `kilter.ops.packed` holds them: int8 has a 16-bit scale per 32 weights, int4 a minimum too.
+BITS_PER_WEIGHT = {"fp32": 32, "bf16": 16, "int8": 8 + 16 / 32, "int4": 4 + 2 * 16 / 32}
 _DEFAULT_CONTEXT = 4096
 
 
@@ -114,10 +116,6 @@ def stored_bytes(matrices: Mapping[str, int], total: int) -> dict[str, int]:
     rest = 4 * (total - elements)
     return {name: rest + math.ceil(elements * bits / 8)
             for name, bits in BITS_PER_WEIGHT.items()}
-
-
-# int8 and int4 hold an fp32 scale per 32 weights.
-BITS_PER_WEIGHT = {"fp32": 32, "bf16": 16, "int8": 8 + 1, "int4": 4 + 1}
 
 
 def layer_kinds(spec: ModelSpec) -> dict[LayerSpec, str]:

@@ -205,9 +205,10 @@ def format_of(weight: Weight) -> Format:
 def common_format(formats: Sequence[Format]) -> Format:
     """The smallest format that holds every one of `formats` without loss.
 
-    Quantised formats that differ meet in 8 bits with the finer group (a 4-bit q is also an 8-bit
-    q, a scale of 32 weights is two equal scales of 16); dense ones meet in the promoted dtype;
-    a mixture of both meets in float32.
+    Quantised formats that differ meet in 8 bits (a 4-bit q is also an 8-bit q), and without a
+    min also across groups (a scale of 32 weights is two equal scales of 16). Dense ones meet in
+    the promoted dtype, everything else in float32: beside a min, Q6_K's 18-bit scales times an
+    8-bit q would not be exact, which the packed kernels rely on.
     """
     quants = [f for f in formats if isinstance(f, Quant)]
     dtypes = [f for f in formats if not isinstance(f, Quant)]
@@ -220,7 +221,10 @@ def common_format(formats: Sequence[Format]) -> Format:
         return torch.float32
     if all(f == quants[0] for f in quants):
         return quants[0]
-    return Quant(8, min(f.group for f in quants), any(f.has_min for f in quants))
+    has_min, groups = any(f.has_min for f in quants), {f.group for f in quants}
+    if has_min and len(groups) > 1:
+        return torch.float32
+    return Quant(8, min(groups), has_min)
 
 
 def convert(weight: Weight, to: Format) -> Weight:

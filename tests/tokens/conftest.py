@@ -21,19 +21,28 @@ USER_DEFINED = ["<think>"]
 
 
 def train_byte_level(pre_tokenizer: Any, normalizer: Any = None, **model: Any) -> Tokenizer:
-    """A byte-level BPE of 600 tokens behind the given pre-tokenizer."""
-    backend = Tokenizer(models.BPE(**model))
-    backend.pre_tokenizer = pre_tokenizer
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    backend.decoder = decoders.ByteLevel()
+    """A byte-level BPE behind the given pre-tokenizer.
+
+    It is trained on whole lines and lacks every third merge, so that a wrong cut of the text, or a
+    word merged that should be taken whole, shows in the ids.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
+        vocab_size=800,
         special_tokens=CONTROL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend.train_from_iterator(" ".join(CORPUS).split(" "), trainer)
+    trained = json.loads(backend.to_str())["model"]
+    merges = [tuple(pair) for index, pair in enumerate(trained["merges"]) if index % 3]
+    backend = Tokenizer(models.BPE(vocab=trained["vocab"], merges=merges, **model))
+    backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(CONTROL)
     backend.add_tokens([AddedToken(text, normalized=False) for text in USER_DEFINED])
     return backend
 

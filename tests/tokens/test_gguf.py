@@ -131,7 +131,7 @@ def test_merges_rank_as_transformers_ranks_them(sentencepiece_gguf: dict[str, An
     vocab = {token: i for i, token in enumerate(header.tokens) if token in normal}
     theirs = generate_merges(vocab, {token: scores[i] for token, i in vocab.items()})
     ours = [(a, b) for a, b in _merges_from_scores(header) if {a, b} <= normal and a + b in normal]
-    assert ours == theirs and len(ours) > 200
+    assert ours == theirs and len(ours) > 100
 
 
 def test_a_space_prefix_is_added_and_taken_away(sentencepiece_gguf: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kilter.cli import main
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
+from kilter.ops.packed import pack
 from kilter.verbs.inspect import layer_kinds, spec_facts
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.decoder import decoder_mappings, hugging_face
@@ -72,11 +73,12 @@ def test_parts_of_smollm2_by_hand() -> None:
 
 
 def test_bytes_by_hand() -> None:
+    """A test below compares them with what the packer really allocates."""
     norms = (2 * 30 + 1) * 576
     matrices = 134_515_008 - norms
     assert facts_of(PUBLISHED["smollm2-135m"][0])["bytes"] == {
         "fp32": 4 * 134_515_008, "bf16": 2 * matrices + 4 * norms,
-        "int8": matrices + matrices // 32 * 4 + 4 * norms,
+        "int8": matrices + matrices // 32 * 2 + 4 * norms,
         "int4": matrices // 2 + matrices // 32 * 4 + 4 * norms}
 
 
@@ -98,6 +100,14 @@ def test_parameters_and_flops_are_those_of_transformers(name: str, tmp_path: Pat
     assert facts["parameters"]["total"] == sum(p.numel() for p in oracle.parameters())
     assert facts["flops_per_token"]["total"] * tokens == counter.get_total_flops()
     assert sum(info.nbytes for info in infos) == 4 * facts["parameters"]["total"]
+
+
+def test_bytes_are_those_of_packed_weights() -> None:
+    spec = spec_of(2, 64, 4, 2, 96, 160)  # sizes of whole panels: no padding
+    shapes = {m.name: m.shape for m in decoder_mappings(spec, hugging_face(spec))}
+    for storage, nbytes in spec_facts(spec, shapes)["bytes"].items():
+        assert nbytes == sum(pack(torch.zeros(shape), storage).nbytes if len(shape) == 2
+                             else 4 * shape[0] for shape in shapes.values())
 
 
 def test_windows_limit_attention_and_the_cache() -> None:

@@ -134,7 +134,8 @@ def test_common_format_keeps_every_value(kinds: list[str], seed: int) -> None:
 def test_four_bit_and_eight_bit_meet_in_eight_bits() -> None:
     four, eight = Quant(4, 32, True), Quant(8, 32, False)
     assert common_format([four, eight]) == Quant(8, 32, True)
-    assert common_format([four, Quant(8, 16, False)]) == Quant(8, 16, True)
+    assert common_format([eight, Quant(8, 16, False)]) == Quant(8, 16, False)
+    assert common_format([four, Quant(8, 16, False)]) == torch.float32
     assert common_format([four, four]) == four
     assert common_format([four, torch.bfloat16]) == torch.float32
     assert common_format([torch.bfloat16, torch.float16]) == torch.float32

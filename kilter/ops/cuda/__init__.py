@@ -18,14 +18,3 @@ compilation may lay out a reduction otherwise; row counts and tensor addresses a
 Kernels compile on first use, so importing this package needs neither Triton nor a GPU. With
 ``TRITON_INTERPRET=1`` in the environment before the import they run on CPU tensors, slowly.
 """
-
-from kilter.ops.cuda.activation import gated_activation
-from kilter.ops.cuda.attention import attention
-from kilter.ops.cuda.embedding import embed
-from kilter.ops.cuda.linear import gated_linear, linear, linear_grad_input
-from kilter.ops.cuda.logprob import argmax, log_softmax, token_logprobs
-from kilter.ops.cuda.norm import rms_norm
-from kilter.ops.cuda.rope import rope_qkv
-
-__all__ = ["argmax", "attention", "embed", "gated_activation", "gated_linear", "linear",
-           "linear_grad_input", "log_softmax", "rms_norm", "rope_qkv", "token_logprobs"]

@@ -56,7 +56,7 @@ _SPLIT_BYTES = 256 << 20  # most memory that a split pass may take for its parti
 
 def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor, *,
               context_S: Tensor | None = None, page_table_SP: Tensor | None = None,
-              page_size: int = 0, scale: float, window: int | None = None, max_seqlen: int,
+              page_size: int = 0, scale: float, window: int | None = None, max_seqlen: int = 0,
               return_lse: bool = False) -> Any:
     """[T, H, d] in q's dtype; with ``return_lse`` also the log-sum-exp, float32 [T, H].
 
@@ -71,7 +71,8 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
             ``page_table_SP[s, j // page_size] * page_size + j % page_size``. In q's dtype, or any
             float dtype if q is float32.
         cu_seqlens_S1, context_S, page_table_SP: int32.
-        max_seqlen: the largest number of new tokens of a sequence, or more.
+        max_seqlen: the largest number of new tokens of a sequence, or more. 0: not known, and read
+            from the GPU, which waits for it.
 
     Raises:
         ValueError: for shapes that do not fit, or a dtype or device without kernels.
@@ -80,6 +81,8 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     _check(q_THd, keys, values, cu_seqlens_S1, context_S, page_table_SP, page_size, window)
     tokens, heads, dim = q_THd.shape
     sequences, groups = cu_seqlens_S1.shape[0] - 1, keys.shape[1]
+    if max_seqlen == 0 and tokens:
+        max_seqlen = int(cu_seqlens_S1.diff().max())
     largest = page_table_SP.shape[1] * page_size if page_table_SP is not None else max_seqlen
     tile = choose(q_THd.dtype, dim, max_seqlen * (heads // groups))
     parts = -(-largest // (tile.keys * tile.segment))
@@ -319,7 +322,7 @@ def _attention(q, keys, values, cu_seqlens, context, table, out, lse, sums, tops
             PROBABILITY, True)
         all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
     if SPLIT:
-        at = segment.to(tl.int64) * tokens * HEADS + flat
+        at = flat + tokens.to(tl.int64) * HEADS * segment
         tl.store(sums + at[:, None] * DIM + d[None, :], all_acc, mask=inside)
         tl.store(tops + at, all_top, mask=exists)
         tl.store(totals + at, all_total, mask=exists)
@@ -343,10 +346,12 @@ def _merge_parts(cu_seqlens, context, out, lse, sums, tops, totals, tokens, HEAD
     all_top = tl.full((ROWS,), float("-inf"), tl.float32)
     all_total = tl.zeros((ROWS,), tl.float32)
     all_acc = tl.zeros((ROWS, BLOCK), tl.float32)
-    for segment in range(begin // SEGMENT, tl.cdiv(end, SEGMENT)):
-        at = segment.to(tl.int64) * tokens * HEADS + flat
+    width = tokens.to(tl.int64) * HEADS
+    at = flat + width * (begin // SEGMENT)
+    for _ in range(begin // SEGMENT, tl.cdiv(end, SEGMENT)):
         acc = tl.load(sums + at[:, None] * DIM + d[None, :], mask=inside, other=0.0)
         top = tl.load(tops + at, mask=exists, other=0.0)
         total = tl.load(totals + at, mask=exists, other=1.0)
         all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
+        at += width
     _write(out, lse, flat, exists, all_top, all_total, all_acc, DIM, BLOCK)

@@ -43,7 +43,7 @@ def token_logprobs(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def argmax(logits_TV: Tensor) -> Tensor:
-    """int64 [T]: the first column that holds the row's largest value; NaN is never the largest.
+    """int64 [T]: the first column that holds the largest value of the row, or its first NaN.
 
     Raises:
         ValueError: if logits are not [T, V], or for a dtype or device without kernels.
@@ -110,12 +110,13 @@ def _argmax(logits, out, vocab, BLOCK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     best = float("-inf")
     where = tl.zeros((), tl.int32)
+    first_nan = vocab
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         v = tl.load(logits + t * vocab + column, mask=column < vocab, other=float("-inf"))
         v = v.to(tl.float32)
-        v = tl.where(v == v, v, float("-inf"))
-        top, index = tl.max(v, 0, return_indices=True)
+        first_nan = tl.minimum(first_nan, tl.min(tl.where(v == v, vocab, column), 0))
+        top, index = tl.max(tl.where(v == v, v, float("-inf")), 0, return_indices=True)
         where = tl.where(top > best, start + index, where)
         best = tl.maximum(best, top)
-    tl.store(out + t, where)
+    tl.store(out + t, tl.where(first_nan < vocab, first_nan, where))

@@ -8,11 +8,13 @@
 //   - chunks are merged in order by the usual rescaling to the larger maximum.
 // Keys outside the row's range are never touched, not even multiplied by zero.
 //
-// So the work can be cut freely. A tile is up to kRows (token, query head) rows of one sequence
-// and one KV head; keys are turned to [dim][keys] once per tile and 64 keys, so a decode step
-// (whose rows are the query heads that share the KV head) and a prefill run the same two small
-// matrix products. A tile whose keys are many compared with the whole call is cut into runs of
-// chunks that different threads take; their partial results are merged in chunk order.
+// So the work can be cut freely. A tile is some tokens of one sequence and some KV heads, with up
+// to kRows (token, query head) rows for each KV head. Keys are turned to [dim][keys] once per KV
+// head and 64 keys, so a decode step (whose rows are the query heads that share a KV head) and a
+// prefill run the same two small matrix products. A decode tile takes all KV heads, to read whole
+// slots of the cache in the order they lie in. A tile whose keys are many compared with the whole
+// call is cut into runs of chunks that different threads take; their partial results are merged in
+// chunk order.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -43,6 +45,7 @@ namespace {
 constexpr long kChunk = 256;             // keys per softmax chunk: part of the order of reduction
 constexpr long kSub = 64;                // keys turned at a time
 constexpr long kRows = 96;               // rows of a tile
+constexpr long kTogether = 16;           // rows per KV head up to which a tile takes all KV heads
 constexpr int kBlock = 6;                // rows of a register tile
 constexpr long kScoreStride = kChunk + 16;  // not a power of two: rows fall into different sets
 #if KT_AVX512
@@ -55,7 +58,7 @@ constexpr long kPanel = 16 * kWide;
 long round_up(long n, long m) { return (n + m - 1) / m * m; }
 
 struct Tile {
-  long seq, group, token, num_tokens;
+  long seq, token, num_tokens, group, num_groups;
   long position;       // context index of the first token
   long first, last;    // chunks [first, last)
   long cost;
@@ -167,13 +170,13 @@ void turn_keys(const T* const* rows, long dim, float* out) {
 
 // scores[r][16 n + lane] = sum over j of q[j][r] * k[j][16 n + lane].
 template <int MR, int NV>
-void score_tile(const float* q, const float* k, long dim, float* scores) {
+void score_tile(const float* q, long q_step, const float* k, long dim, float* scores) {
   f32x16 acc[MR][NV];
 #pragma GCC unroll 6
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) acc[r][n] = zero();
-  for (long j = 0; j < dim; ++j, q += kBlock, k += kPanel) {
+  for (long j = 0; j < dim; ++j, q += q_step, k += kPanel) {
     f32x16 key[NV];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) key[n] = load(k + 16 * n);
@@ -218,20 +221,21 @@ KT_INLINE void value_tile(const float* p, long begin, long end, Value value, flo
 }
 
 template <int MR>
-void score_rows(const float* q, const float* k, long dim, long begin, long end, float* scores) {
+void score_rows(const float* q, long q_step, const float* k, long dim, long begin, long end,
+                float* scores) {
   for (long n = begin; n < end;) {  // vectors of 16 keys
     const float* panel = k + (n / kWide) * dim * kPanel + (n % kWide) * 16;
     if (kWide > 1 && n % kWide == 0 && n + kWide <= end) {
-      score_tile<MR, kWide>(q, panel, dim, scores + 16 * n);
+      score_tile<MR, kWide>(q, q_step, panel, dim, scores + 16 * n);
       n += kWide;
     } else {
-      score_tile<MR, 1>(q, panel, dim, scores + 16 * n);
+      score_tile<MR, 1>(q, q_step, panel, dim, scores + 16 * n);
       ++n;
     }
   }
 }
 
-using ScoreFn = void (*)(const float*, const float*, long, long, long, float*);
+using ScoreFn = void (*)(const float*, long, const float*, long, long, long, float*);
 constexpr ScoreFn kScoreRows[kBlock + 1] = {nullptr,       score_rows<1>, score_rows<2>,
                                             score_rows<3>, score_rows<4>, score_rows<5>,
                                             score_rows<6>};
@@ -291,14 +295,14 @@ class Worker {
  public:
   Worker(const KtAttentionArgs* a, const Tile& tile)
       : a_(a), tile_(tile), per_(a->heads / a->groups), rows_(tile.num_tokens * per_),
-        width_(round_up(a->dim, 16)) {
+        all_rows_(rows_ * tile.num_groups), width_(round_up(a->dim, 16)),
+        q_step_(std::min<long>(rows_, kBlock)), q_size_(round_up(rows_, q_step_) * a->dim) {
     thread_local Arena arena;
-    const long blocks = (rows_ + kBlock - 1) / kBlock, padded = blocks * kBlock;
     const size_t sizes[] = {
-        size_t(round_up(blocks * kBlock * a->dim, 16)), size_t(kSub * a->dim),
-        size_t(padded * kScoreStride),                  size_t(kSub * round_up(width_, kPanel)),
-        Partial::floats(padded, width_),                Partial::floats(padded, width_),
-        size_t(width_),                                 size_t(width_)};
+        size_t(round_up(tile.num_groups * q_size_, 16)), size_t(kSub * a->dim),
+        size_t(all_rows_ * kScoreStride),                size_t(kSub * round_up(width_, kPanel)),
+        Partial::floats(all_rows_, width_),              Partial::floats(all_rows_, width_),
+        size_t(width_),                                  size_t(width_)};
     size_t total = 0;
     for (size_t s : sizes) total += s;
     float* p = arena.get(total);
@@ -311,120 +315,177 @@ class Worker {
     keys_ = parts[1];
     scores_ = parts[2];
     values_ = parts[3];
-    chunk_ = Partial::at(parts[4], padded);
-    whole_ = Partial::at(parts[5], padded);
+    chunk_ = Partial::at(parts[4], all_rows_);
+    whole_ = Partial::at(parts[5], all_rows_);
     none_ = reinterpret_cast<T*>(parts[6]);
     bad_ = reinterpret_cast<T*>(parts[7]);
     std::memset(parts[6], 0, size_t(width_) * sizeof(float));
     std::memset(parts[7], 0xff, size_t(width_) * sizeof(float));  // NaN in every storage type
-    for (long m = 0; m < rows_; ++m) {
-      const float* x = a->q + ((tile.token + m / per_) * a->heads + tile.group * per_ + m % per_) * a->dim;
-      float* to = q_ + (m / kBlock) * kBlock * a->dim + m % kBlock;
-      for (long j = 0; j < a->dim; ++j) to[j * kBlock] = x[j] * a->scale;
-    }
   }
 
   void whole() {
-    std::fill_n(whole_.sum, rows_, 0.0f);
+    load_queries();
+    std::fill_n(whole_.sum, all_rows_, 0.0f);
     for (long c = tile_.first; c < tile_.last; ++c) {
       chunk(c, chunk_);
-      for (long m = 0; m < rows_; ++m) merge_row(whole_, chunk_, m, width_);
+      for (long m = 0; m < all_rows_; ++m) merge_row(whole_, chunk_, m, width_);
     }
-    finish(whole_);
+    finish();
+  }
+
+  void some(long first, long last, float* partials) {
+    load_queries();
+    for (long c = first; c < last; ++c) chunk(c, part(c, partials));
   }
 
   void merge(float* partials) {
-    const size_t stride = Partial::floats(rows_, width_);
-    std::fill_n(whole_.sum, rows_, 0.0f);
-    for (long c = tile_.first; c < tile_.last; ++c, partials += stride) {
-      const Partial part = Partial::at(partials, rows_);
-      for (long m = 0; m < rows_; ++m) merge_row(whole_, part, m, width_);
-    }
-    finish(whole_);
-  }
-
-  // One chunk's partial result of every row.
-  void chunk(long c, const Partial& to) {
-    const long start = c * kChunk;
-    const long begin = std::max(low(0), start);
-    const long end = std::min(high(tile_.num_tokens - 1), start + kChunk);
-    const T *krows[kSub], *vrows[kSub];
-    for (long sub = (begin - start) / kSub; sub * kSub < end - start; ++sub) {
-      const long first = start + sub * kSub, n = std::min(end - first, kSub);
-      find(static_cast<const T*>(a_->k), first, begin, n, krows);
-      const long vectors = (n + 15) / 16;
-      for (long i = 0; i < vectors; ++i)
-        turn_keys(krows + 16 * i, a_->dim,
-                  keys_ + (i / kWide) * a_->dim * kPanel + (i % kWide) * 16);
-      for (long m = 0; m < rows_; m += kBlock) {
-        const long rows = std::min<long>(kBlock, rows_ - m);
-        const long from = std::max(low(m / per_) - first, 0L) / 16;
-        const long upto = (std::min(high((m + rows - 1) / per_) - first, kSub) + 15) / 16;
-        if (from < upto)
-          kScoreRows[rows](q_ + m * a_->dim, keys_, a_->dim, from, upto,
-                           scores_ + m * kScoreStride + sub * kSub);
-      }
-    }
-    for (long m = 0; m < rows_; ++m) softmax(m, start, to);
-    std::fill_n(to.acc, rows_ * width_, 0.0f);
-    const bool direct = a_->dim % 16 == 0 && rows_ <= 2 * kBlock;
-    for (long sub = (begin - start) / kSub; sub * kSub < end - start; ++sub) {
-      const long first = start + sub * kSub, n = std::min(end - first, kSub);
-      find(static_cast<const T*>(a_->v), first, begin, n, vrows);
-      if (!direct) gather_values(vrows, n);
-      for (long i = 0; i < width_; i += kPanel) {
-        const int vectors = int(std::min(kPanel, width_ - i) / 16);
-        if (direct)
-          multiply(first, start, vectors, i, to.acc, [&](long key) { return vrows[key] + i; });
-        else
-          multiply(first, start, vectors, i, to.acc,
-                   [v = values_ + i * kSub](long key) { return v + key * kPanel; });
-      }
-    }
+    std::fill_n(whole_.sum, all_rows_, 0.0f);
+    for (long c = tile_.first; c < tile_.last; ++c)
+      for (long m = 0; m < all_rows_; ++m) merge_row(whole_, part(c, partials), m, width_);
+    finish();
   }
 
  private:
+  Partial part(long c, float* partials) const {
+    const size_t size = Partial::floats(all_rows_, width_);
+    return Partial::at(partials + size_t(c - tile_.first) * size, all_rows_);
+  }
+
   long high(long token) const { return tile_.position + token + 1; }
   long low(long token) const {
     return a_->window ? std::max(0L, high(token) - a_->window) : 0L;
   }
+  long row(long group, long m) const {  // of the output
+    return (tile_.token + m / per_) * a_->heads + (tile_.group + group) * per_ + m % per_;
+  }
 
-  // Where the rows of keys [first, first + n) begin; up to a whole vector, keys that nobody in
-  // this tile may read (below `begin`, or at n and above) stand on a row of zeros.
-  void find(const T* base, long first, long begin, long n, const T** rows) const {
-    const long stride = a_->groups * a_->dim;
-    base += tile_.group * a_->dim;
-    const long seq_start = a_->cu_seqlens[tile_.seq];
-    const int32_t* table = a_->page_table ? a_->page_table + tile_.seq * a_->table_width : nullptr;
-    for (long i = 0; i < round_up(n, 16); ++i) {
-      const long key = first + i;
-      if (i >= n || key < begin) {
-        rows[i] = none_;
-      } else if (!table) {
-        rows[i] = base + (seq_start + key) * stride;
-      } else {
-        const long slot = long(table[key / a_->page_size]) * a_->page_size + key % a_->page_size;
-        if (slot < 0 || slot >= a_->slots) {
-          std::atomic_ref<int32_t>(*a_->status).store(4, std::memory_order_relaxed);
-          rows[i] = bad_;
-        } else {
-          rows[i] = base + slot * stride;
+  // Blocks of rows, [dim][q_step_] each, times the scale.
+  void load_queries() {
+    for (long g = 0; g < tile_.num_groups; ++g)
+      for (long m = 0; m < rows_; ++m) {
+        const float* x = a_->q + row(g, m) * a_->dim;
+        float* to = q_ + g * q_size_ + m / q_step_ * q_step_ * a_->dim + m % q_step_;
+        for (long j = 0; j < a_->dim; ++j) to[j * q_step_] = x[j] * a_->scale;
+      }
+  }
+
+  // One chunk's partial result of every row. While a decode step works on some keys it fetches the
+  // rows that come kSub keys later: the next keys', then the first values', then the next chunk's.
+  void chunk(long c, const Partial& to) {
+    const long start = c * kChunk;
+    const long begin = std::max(low(0) - start, 0L);
+    const long all = high(tile_.num_tokens - 1) - start, end = std::min(all, kChunk);
+    const bool few = rows_ <= 2 * kBlock, direct = few && a_->dim % 16 == 0;
+    const T *k = static_cast<const T*>(a_->k), *v = static_cast<const T*>(a_->v);
+    const T *rows[kSub], *ahead[kSub];
+    find(start, begin, std::min(all, few ? kChunk + kSub : kChunk));
+    const long first = begin / kSub * kSub;
+    for (long sub = first; sub < end; sub += kSub)
+      for (long g = 0; g < tile_.num_groups; ++g) {
+        point(k, g, sub, begin, end, rows);
+        if (few) {
+          if (sub + kSub < end)
+            point(k, g, sub + kSub, begin, end, ahead);
+          else
+            point(v, g, first, begin, end, ahead);
+        }
+        for (long i = 0; i < kSub && sub + i < end; i += 16) {
+          if (few) fetch(ahead + i);
+          turn_keys(rows + i, a_->dim, keys_ + i / kPanel * kPanel * a_->dim + i % kPanel);
+        }
+        score(g, start, sub);
+      }
+    for (long m = 0; m < all_rows_; ++m) softmax(m, start, to);
+    std::fill_n(to.acc, all_rows_ * width_, 0.0f);
+    for (long sub = first; sub < end; sub += kSub)
+      for (long g = 0; g < tile_.num_groups; ++g) {
+        point(v, g, sub, begin, end, rows);
+        if (few) {
+          if (sub + kSub < end)
+            point(v, g, sub + kSub, begin, end, ahead);
+          else
+            point(k, g, kChunk, begin, all, ahead);
+        }
+        if (!direct) gather_values(rows, std::min(kSub, end - sub));
+        for (long i = 0; i < width_; i += kPanel) {
+          const int vectors = int(std::min(kPanel, width_ - i) / 16);
+          if (direct)
+            multiply(g, start, sub, vectors, i, to.acc, [&](long key) {
+              for (long j = 0; j < kPanel; j += 64 / sizeof(T)) __builtin_prefetch(ahead[key] + i + j);
+              return rows[key] + i;
+            });
+          else
+            multiply(g, start, sub, vectors, i, to.acc,
+                     [v = values_ + i * kSub](long key) { return v + key * kPanel; });
         }
       }
+  }
+
+  void fetch(const T* const* rows) const {
+    for (int i = 0; i < 16; ++i)
+      for (long j = 0; j < a_->dim; j += 64 / sizeof(T)) __builtin_prefetch(rows[i] + j);
+  }
+
+  // Slots of the keys [begin, end) from `start`; -1 where a page lies outside the cache.
+  void find(long start, long begin, long end) {
+    if (!a_->page_table) {
+      for (long i = begin; i < end; ++i) slots_[i] = a_->cu_seqlens[tile_.seq] + start + i;
+      return;
+    }
+    const long size = a_->page_size;
+    const int32_t* page = a_->page_table + tile_.seq * a_->table_width + (start + begin) / size;
+    long offset = (start + begin) % size;
+    for (long i = begin; i < end; ++i) {
+      slots_[i] = *page * size + offset;
+      if (*page < 0 || slots_[i] >= a_->slots) {
+        slots_[i] = -1;
+        std::atomic_ref<int32_t>(*a_->status).store(4, std::memory_order_relaxed);
+      }
+      if (++offset == size) {
+        offset = 0;
+        ++page;
+      }
+    }
+  }
+
+  // Where the rows of kSub keys from `sub` of the chunk begin. Keys that nobody in this tile may
+  // read stand on a row of zeros.
+  void point(const T* base, long group, long sub, long begin, long end, const T** rows) const {
+    base += (tile_.group + group) * a_->dim;
+    const long stride = a_->groups * a_->dim;
+    for (long i = 0; i < kSub; ++i) {
+      const long key = sub + i;
+      if (key < begin || key >= end)
+        rows[i] = none_;
+      else
+        rows[i] = slots_[key] < 0 ? bad_ : base + slots_[key] * stride;
+    }
+  }
+
+  void score(long group, long start, long sub) const {
+    const float* q = q_ + group * q_size_;
+    for (long m = 0; m < rows_; m += kBlock) {
+      const long rows = std::min<long>(kBlock, rows_ - m), first = start + sub;
+      const long from = std::max(low(m / per_) - first, 0L) / 16;
+      const long upto = (std::min(high((m + rows - 1) / per_) - first, kSub) + 15) / 16;
+      if (from < upto)
+        kScoreRows[rows](q + m * a_->dim, q_step_, keys_, a_->dim, from, upto,
+                         scores_ + (group * rows_ + m) * kScoreStride + sub);
     }
   }
 
   // Widened to fp32 and laid out [panel][key][kPanel].
   void gather_values(const T* const* rows, long n) {
     for (long i = 0; i < width_; i += 16) {
-      float* to = values_ + (i / kPanel) * kSub * kPanel + i % kPanel;
+      float* to = values_ + i / kPanel * kPanel * kSub + i % kPanel;
       for (long key = 0; key < n; ++key) store(to + key * kPanel, load_n(rows[key] + i, a_->dim - i));
     }
   }
 
   void softmax(long m, long start, const Partial& to) {
-    const long begin = std::max(low(m / per_) - start, 0L);
-    const long end = std::min(high(m / per_) - start, kChunk);
+    const long token = m % rows_ / per_;
+    const long begin = std::max(low(token) - start, 0L);
+    const long end = std::min(high(token) - start, kChunk);
     if (begin >= end) {
       to.sum[m] = 0.0f;
       return;
@@ -447,16 +508,18 @@ class Worker {
     to.sum[m] = reduce_add(sum);
   }
 
-  // acc[m][column, + 16 vectors) += p[m] * values over keys [first, first + kSub), every row over
-  // its own range: where the rows of a block differ, those keys are done row by row.
+  // acc[m][column, + 16 vectors) += p[m] * values over kSub keys from `sub`, every row over its
+  // own range: where the rows of a block differ, those keys are done row by row.
   template <class Value>
-  void multiply(long first, long start, int vectors, long column, float* acc, Value value) const {
+  void multiply(long group, long start, long sub, int vectors, long column, float* acc,
+                Value value) const {
+    const long first = start + sub;
     for (long m = 0; m < rows_; m += kBlock) {
       const long rows = std::min<long>(kBlock, rows_ - m), last = (m + rows - 1) / per_;
       const long begin = std::max(low(last) - first, 0L);
       const long end = std::min(high(m / per_) - first, kSub);
-      const float* p = scores_ + m * kScoreStride + (first - start);
-      float* out = acc + m * width_ + column;
+      const float* p = scores_ + (group * rows_ + m) * kScoreStride + sub;
+      float* out = acc + (group * rows_ + m) * width_ + column;
       const auto single = [&](long r, long from, long upto) {
         from = std::max(from, low((m + r) / per_) - first);
         upto = std::min(upto, high((m + r) / per_) - first);
@@ -475,22 +538,28 @@ class Worker {
     }
   }
 
-  void finish(const Partial& from) const {
-    for (long m = 0; m < rows_; ++m) {
-      const long row = (tile_.token + m / per_) * a_->heads + tile_.group * per_ + m % per_;
-      const f32x16 sum = set1(from.sum[m]);
-      for (long i = 0; i < a_->dim; i += 16)
-        store_n(a_->out + row * a_->dim + i, a_->dim - i, load(from.acc + m * width_ + i) / sum);
-      if (a_->lse) a_->lse[row] = float(double(from.top[m]) + std::log(double(from.sum[m])));
-    }
+  void finish() const {
+    for (long g = 0; g < tile_.num_groups; ++g)
+      for (long m = 0; m < rows_; ++m) {
+        const long from = g * rows_ + m, to = row(g, m);
+        const f32x16 sum = set1(whole_.sum[from]);
+        for (long i = 0; i < a_->dim; i += 16)
+          store_n(a_->out + to * a_->dim + i, a_->dim - i,
+                  load(whole_.acc + from * width_ + i) / sum);
+        if (a_->lse)
+          a_->lse[to] = float(double(whole_.top[from]) + std::log(double(whole_.sum[from])));
+      }
   }
 
   const KtAttentionArgs* a_;
   const Tile& tile_;
-  const long per_, rows_, width_;
+  const long per_, rows_, all_rows_;  // query heads per KV head; rows per KV head; rows in all
+  const long width_;                  // dim, rounded up to whole vectors
+  const long q_step_, q_size_;
   float *q_, *keys_, *scores_, *values_;
   Partial chunk_, whole_;
   T *none_, *bad_;
+  long slots_[kChunk + kSub];
 };
 
 // The tiles of the call, or the status of a batch that makes no sense.
@@ -498,20 +567,27 @@ int32_t plan(const KtAttentionArgs* a, std::vector<Tile>& tiles) {
   const int32_t* cu = a->cu_seqlens;
   if (cu[0] != 0 || cu[a->seqs] != a->tokens) return 1;
   const long per = a->heads / a->groups, step = std::max(1L, kRows / per);
-  tiles.clear();
+  long chunks = 0;
   for (long s = 0; s < a->seqs; ++s) {
     const long n = cu[s + 1] - cu[s];
     if (n < 0 || cu[s + 1] > a->tokens) return 1;
     const long context = a->context ? a->context[s] : n;
     if (context < n) return 2;
     if (n && a->page_table && (context - 1) / a->page_size >= a->table_width) return 3;
+    chunks += n ? (context - 1) / kChunk + 1 : 0;
+  }
+  tiles.clear();
+  for (long s = 0; s < a->seqs; ++s) {
+    const long n = cu[s + 1] - cu[s], context = a->context ? a->context[s] : n;
+    const bool together = n * per <= kTogether && chunks >= 2 * num_threads();
+    const long groups = together ? a->groups : 1;
     for (long t = 0; t < n; t += step) {
       const long count = std::min(step, n - t), position = context - n + t;
       const long low = a->window ? std::max(0L, position + 1 - a->window) : 0L;
       const long first = low / kChunk, last = (position + count - 1) / kChunk + 1;
-      for (long g = 0; g < a->groups; ++g)
-        tiles.push_back({s, g, cu[s] + t, count, position, first, last,
-                         count * per * (last - first)});
+      for (long g = 0; g < a->groups; g += groups)
+        tiles.push_back({s, cu[s] + t, count, g, groups, position, first, last,
+                         count * per * groups * (last - first)});
     }
   }
   return 0;
@@ -546,7 +622,7 @@ void run(const KtAttentionArgs* a) {
     }
     cut.push_back(i);
     tile.partial = long(floats);
-    floats += size_t(chunks) * Partial::floats(tile.num_tokens * per, width);
+    floats += size_t(chunks) * Partial::floats(tile.num_tokens * per * tile.num_groups, width);
     for (long p = 0; p < parts; ++p)
       segments.push_back({i, tile.first + chunks * p / parts, tile.first + chunks * (p + 1) / parts});
   }
@@ -557,11 +633,10 @@ void run(const KtAttentionArgs* a) {
     const Segment& segment = segment_of[i];
     const Tile& tile = tile_of[segment.tile];
     Worker<T> worker(a, tile);
-    if (tile.partial < 0) return worker.whole();
-    const long rows = tile.num_tokens * per;
-    const size_t stride = Partial::floats(rows, width);
-    for (long c = segment.first; c < segment.last; ++c)
-      worker.chunk(c, Partial::at(parts + tile.partial + size_t(c - tile.first) * stride, rows));
+    if (tile.partial < 0)
+      worker.whole();
+    else
+      worker.some(segment.first, segment.last, parts + tile.partial);
   });
   const long* cut_of = cut.data();
   parallel_for(long(cut.size()), [=](long i, int) {

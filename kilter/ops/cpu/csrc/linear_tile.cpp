@@ -8,25 +8,20 @@ TileFn quantised_tile(int storage, int rows);  // linear_tile_int.cpp
 namespace {
 
 // kPanels 0: as many as suit the rows.
-template <class F, int kPanels = 0>
+template <class F, int kPanels, int R = 1>
 TileFn pick(int rows) {
-  switch (rows) {
-    case 1: return tile<F, 1, kPanels ? kPanels : tile_panels(1)>;
-    case 2: return tile<F, 2, kPanels ? kPanels : tile_panels(2)>;
-    case 3: return tile<F, 3, kPanels ? kPanels : tile_panels(3)>;
-    case 4: return tile<F, 4, kPanels ? kPanels : tile_panels(4)>;
-    case 5: return tile<F, 5, kPanels ? kPanels : tile_panels(5)>;
-    default: return tile<F, 6, kPanels ? kPanels : tile_panels(6)>;
-  }
+  if constexpr (R < kTileRows)
+    if (rows != R) return pick<F, kPanels, R + 1>(rows);
+  return tile<F, R, kPanels ? kPanels : tile_panels(R)>;
 }
 
 }  // namespace
 
 TileFn direct_tile(int storage, int rows) {
   switch (storage) {
-    case kFp32: return pick<Elements<float>>(rows);
-    case kBf16: return pick<Elements<bf16>>(rows);
-    case kFp16: return pick<Elements<f16>>(rows);
+    case kFp32: return pick<Elements<float>, 0>(rows);
+    case kBf16: return pick<Elements<bf16>, 0>(rows);
+    case kFp16: return pick<Elements<f16>, 0>(rows);
     default: return quantised_tile(storage, rows);
   }
 }

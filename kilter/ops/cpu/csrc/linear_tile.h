@@ -11,13 +11,17 @@
 
 namespace kt {
 
-// Rows in the largest tile, and how many panels keep the registers full beside r rows: 32
-// registers of 16 floats on AVX-512, 16 of 8 on AVX2 (a panel is two).
-constexpr int kTileRows = 6;
+// Rows in the largest tile, and how many panels keep the registers full beside `rows` rows: there
+// are 32 registers of 16 floats on AVX-512 and 16 of 8 on AVX2 (a panel is two).
 #if KT_AVX512
+constexpr int kTileRows = 6;
 constexpr int tile_panels(int) { return 4; }
-#else
+#elif KT_AVX2
+constexpr int kTileRows = 6;
 constexpr int tile_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#else
+constexpr int kTileRows = 3;
+constexpr int tile_panels(int) { return 1; }
 #endif
 
 // c [R][ldc]: where the tile's sums go; they start from c's own values if `resume`, else from 0.
