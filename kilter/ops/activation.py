@@ -28,12 +28,13 @@ def gated_activation(gate_up_TF2: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up``.
 
     Args:
-        gate_up_TF2: float32 [T, 2F], each row [gate; up]; rows may be strided.
+        gate_up_TF2: [T, 2F], each row [gate; up]; rows may be strided. float32 on the CPU;
+            bfloat16 and float16 too on CUDA.
         activation: ``"silu"``: x / (1 + e^-x); ``"gelu_tanh"``: the tanh form of GELU
             (arXiv 1606.08415), computed as x / (1 + e^-2u).
 
     Returns:
-        float32 [T, F].
+        [T, F] in the input's dtype.
 
     Raises:
         ValueError: for other shapes, dtypes, layouts or activations.
@@ -41,18 +42,23 @@ def gated_activation(gate_up_TF2: Tensor, activation: str) -> Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(f"The activation is {activation!r}; it must be one of "
                          f"{', '.join(ACTIVATIONS)}.")
-    if gate_up_TF2.dim() != 2 or gate_up_TF2.shape[1] % 2 or gate_up_TF2.dtype != torch.float32:
-        raise ValueError(f"gated_activation needs float32 [T, 2F]; it got {gate_up_TF2.dtype} "
-                         f"{tuple(gate_up_TF2.shape)}.")
-    if gate_up_TF2.stride(1) != 1:
-        raise ValueError("gated_activation needs contiguous rows; call .contiguous() first.")
+    if gate_up_TF2.dim() != 2 or gate_up_TF2.shape[1] % 2:
+        raise ValueError(f"gated_activation needs [T, 2F]; it got {tuple(gate_up_TF2.shape)}.")
+    if not gate_up_TF2.is_cuda and (gate_up_TF2.dtype != torch.float32
+                                    or gate_up_TF2.stride(1) != 1):
+        raise ValueError(f"gated_activation needs float32 in contiguous rows; it got "
+                         f"{gate_up_TF2.dtype} with strides {gate_up_TF2.stride()}.")
     if watched(gate_up_TF2):
         return _gated_activation_op(gate_up_TF2, activation)
     return _forward(gate_up_TF2, activation)
 
 
 def _forward(gate_up: Tensor, activation: str) -> Tensor:
-    if not (gate_up.device.type == "cpu" and available()):
+    if gate_up.is_cuda:
+        from kilter.ops.cuda import activation as cuda
+
+        return cuda.gated_activation(gate_up, activation)
+    if not available():
         return reference.gated_activation(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)

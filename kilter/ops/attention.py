@@ -7,6 +7,7 @@ says how), so prefill, chunks of it, decode and any batch give the same bits.
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,30 +39,33 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     """Softmax attention; query head h reads KV head h // (H / G).
 
     Args:
-        q_THd: float32 [T, H, d], sequence after sequence.
-        keys, values: float32, bfloat16 or float16 (widened exactly). Without a page table [T, G, d]:
-            the keys of sequence s are rows cu[s] to cu[s + 1]. With one [slots, G, d]: key j of
-            sequence s lies in slot ``page_table[s, j // page_size] * page_size + j % page_size``.
+        q_THd: [T, H, d], sequence after sequence. float32 on the CPU; bfloat16 and float16 too on
+            CUDA.
+        keys, values: float32, bfloat16 or float16, widened exactly. Without a page table
+            [T, G, d]: the keys of sequence s are rows cu[s] to cu[s + 1]. With one [slots, G, d]:
+            key j lies in slot ``page_table[s, j // page_size] * page_size + j % page_size``.
         cu_seqlens_S1: int32 [S + 1], where each sequence's tokens start.
         context_S, page_table_SP, page_size: int32 [S], int32 [S, P], tokens per page. Query t of
             sequence s has context index ``context[s] - (cu[s + 1] - t)``.
         scale: multiplies the scores.
         window: a token sees itself and the window - 1 before it; None: everything before it.
-        max_seqlen: largest number of tokens of a sequence, a bound that a GPU launch needs on the
-            host; the CPU kernel reads the lengths themselves. 0: not known.
+        max_seqlen: largest number of new tokens of a sequence, which a CUDA launch must know on
+            the host; the CPU kernel reads the lengths themselves.
         return_lse: also return the natural log of each row's sum of exponentials.
 
     Returns:
-        float32 [T, H, d], and float32 [T, H] if asked for.
+        [T, H, d] in q's dtype, and float32 [T, H] if asked for.
 
     Raises:
         ValueError: for other shapes, dtypes or layouts, boundaries that do not cover the tokens,
-            a context shorter than its new tokens or longer than its pages, a page out of range,
-            or a cache where a gradient is asked for.
+            a context shorter than its new tokens or longer than its pages, a page out of range
+            (in a replayed tape, where nobody looks, the rows become NaN), or a cache where a
+            gradient is asked for.
     """
-    _check(q_THd, keys, values, cu_seqlens_S1, context_S, page_table_SP, page_size, window)
+    if not q_THd.is_cuda:
+        _check(q_THd, keys, values, cu_seqlens_S1, context_S, page_table_SP, page_size, window)
     args = (q_THd, keys, values, cu_seqlens_S1, context_S, page_table_SP, page_size, scale,
-            window or 0)
+            window or 0, max_seqlen)
     if watched(q_THd, keys, values, cu_seqlens_S1):
         if context_S is not None and torch.is_grad_enabled() and (
                 q_THd.requires_grad or keys.requires_grad or values.requires_grad):
@@ -112,9 +116,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, context: Tensor | None,
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, context: Tensor | None,
-             table: Tensor | None, page_size: int, scale: float, window: int,
+             table: Tensor | None, page_size: int, scale: float, window: int, max_seqlen: int,
              need_lse: bool = True) -> tuple[Tensor, Tensor]:
-    if not (q.device.type == "cpu" and available()):
+    if q.is_cuda:
+        from kilter.ops.cuda import attention as cuda
+
+        return cuda.attention(q, k, v, cu, context_S=context, page_table_SP=table,
+                              page_size=page_size, scale=scale, window=window or None,
+                              max_seqlen=max_seqlen, return_lse=True)
+    if not available():
         return reference.attention(q, k, v, cu, context, table, page_size, scale, window)
     tokens, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -135,26 +145,27 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, context: Tensor | None
 
 @torch.library.custom_op("kilter::attention", mutates_args=())
 def _attention_op(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, context: Tensor | None,
-                  table: Tensor | None, page_size: int, scale: float,
-                  window: int) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, cu, context, table, page_size, scale, window)
+                  table: Tensor | None, page_size: int, scale: float, window: int,
+                  max_seqlen: int) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, cu, context, table, page_size, scale, window, max_seqlen)
 
 
 @_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, context: Tensor | None,
-      table: Tensor | None, page_size: int, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[1])
+      table: Tensor | None, page_size: int, scale: float, window: int,
+      max_seqlen: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu, _, _, _, ctx.scale, ctx.window = inputs
+    q, k, v, cu, _, _, _, ctx.scale, ctx.window, _ = inputs
     ctx.save_for_backward(q, k, v, cu, *output)
 
 
 def _backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
     q, k, v, cu, out, lse = ctx.saved_tensors
     dq, dk, dv = _attention_backward_op(grad, q, k, v, cu, out, lse, ctx.scale, ctx.window)
-    return dq, dk, dv, None, None, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None, None, None
 
 
 _attention_op.register_autograd(_backward, setup_context=_save)
@@ -166,17 +177,16 @@ def _attention_backward_op(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Te
                            window: int) -> tuple[Tensor, Tensor, Tensor]:
     """With P = exp(S - lse) and D = rowsum(dO * O): dV = P' dO, dS = P (dO V' - D), dQ = scale
     dS K, dK = scale dS' Q (arXiv 2205.14135), some query rows at a time."""
-    tokens, heads, dim = q.shape
-    groups = k.shape[1]
+    heads, dim, groups = q.shape[1], q.shape[2], k.shape[1]
     per = heads // groups
 
     def by_group(x: Tensor) -> Tensor:  # [n, G * m, ...] -> [G, m, n, ...]
         return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).movedim(0, 2)
 
+    dtype, q, grad = q.dtype, q.float(), grad.float()
     delta = (grad * out).sum(-1)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros(k.shape), torch.zeros(v.shape)
-    bounds = cu.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
+    for start, end in pairwise(cu.tolist()):
         for first in range(start, end, _BACKWARD_ROWS):
             last = min(first + _BACKWARD_ROWS, end)
             low = max(start, first - window + 1) if window else start
@@ -185,8 +195,8 @@ def _attention_backward_op(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Te
             rows = slice(first, last)
             query = by_group(q[rows]).reshape(groups, -1, dim)  # [G, R * m, d]
             dout = by_group(grad[rows]).reshape(groups, -1, dim)
-            row = torch.arange(first, last).repeat(per)[:, None]
-            column = torch.arange(low, last)[None]
+            row = torch.arange(first, last, device=q.device).repeat(per)[:, None]
+            column = torch.arange(low, last, device=q.device)[None]
             seen = column <= row
             if window:
                 seen &= column > row - window
@@ -199,7 +209,7 @@ def _attention_backward_op(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Te
             dq_rows = torch.bmm(ds, key).view(groups, per, last - first, dim)
             dq[rows] = dq_rows.permute(2, 0, 1, 3).reshape(last - first, heads, dim)
             dk[low:last] += torch.bmm(ds.mT, query).movedim(0, 1)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @_attention_backward_op.register_fake

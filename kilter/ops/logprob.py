@@ -32,8 +32,8 @@ _argmax_kernel = Kernel("kt_argmax", _ArgmaxArgs)
 
 
 def log_softmax(logits_TV: Tensor) -> Tensor:
-    """Log-softmax of each row of float32 [T, V] (rows may be strided), the sum's logarithm in
-    double.
+    """Log-softmax of each row of [T, V], as float32; on the CPU the sum's logarithm is taken in
+    double. Logits are float32 (on CUDA bfloat16 and float16 too); rows may be strided.
 
     Raises:
         ValueError: for other shapes, dtypes or layouts.
@@ -48,11 +48,12 @@ def token_logprobs(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
     """``log_softmax(logits)[t, targets[t]]`` as float32 [T], with the same bits.
 
     Args:
-        logits_TV: float32 [T, V]; rows may be strided.
+        logits_TV: [T, V] as for `log_softmax`.
         targets_T: int64 [T].
 
     Raises:
-        ValueError: for other shapes, dtypes or layouts, or a target outside the vocabulary.
+        ValueError: for other shapes, dtypes or layouts, or a target outside the vocabulary (on
+            CUDA, where looking would wait for the device, that gives NaN).
     """
     _check(logits_TV)
     if (targets_T.dtype != torch.int64 or targets_T.shape != logits_TV.shape[:1]
@@ -69,7 +70,7 @@ def argmax(logits_TV: Tensor) -> Tensor:
     where there is one, as `torch.argmax` has it on the CPU.
 
     Raises:
-        ValueError: for other shapes or dtypes than float32 [T, V], or strided elements.
+        ValueError: for other shapes, dtypes or layouts than `log_softmax` takes.
     """
     _check(logits_TV)
     if watched(logits_TV):
@@ -78,19 +79,19 @@ def argmax(logits_TV: Tensor) -> Tensor:
 
 
 def _check(logits: Tensor) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype != torch.float32:
-        raise ValueError(f"Logits must be float32 [T, V] with V > 0; they are {logits.dtype} "
-                         f"{tuple(logits.shape)}.")
-    if logits.stride(1) != 1:
-        raise ValueError("Rows of logits must be contiguous; call .contiguous() first.")
-
-
-def _compiled(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and available()
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"Logits must be [T, V] with V > 0; they are {tuple(logits.shape)}.")
+    if not logits.is_cuda and (logits.dtype != torch.float32 or logits.stride(1) != 1):
+        raise ValueError(f"Logits must be float32 in contiguous rows; they are {logits.dtype} with "
+                         f"strides {logits.stride()}.")
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    if not _compiled(logits):
+    if logits.is_cuda:
+        from kilter.ops.cuda import logprob as cuda
+
+        return cuda.log_softmax(logits)
+    if not available():
         return reference.log_softmax(logits)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _log_softmax_kernel.call(logits.data_ptr(), None, out.data_ptr(), None, *logits.shape,
@@ -99,7 +100,11 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    if not _compiled(logits):
+    if logits.is_cuda:
+        from kilter.ops.cuda import logprob as cuda
+
+        return cuda.token_logprobs(logits, targets)
+    if not available():
         return reference.token_logprobs(logits, targets)
     out = logits.new_empty(logits.shape[0])
     status = ctypes.c_int32(0)
@@ -113,7 +118,11 @@ def _token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    if not _compiled(logits):
+    if logits.is_cuda:
+        from kilter.ops.cuda import logprob as cuda
+
+        return cuda.argmax(logits)
+    if not available():
         return reference.argmax(logits)
     out = logits.new_empty(logits.shape[0], dtype=torch.int64)
     _argmax_kernel.call(logits.data_ptr(), out.data_ptr(), *logits.shape, logits.stride(0),
@@ -128,16 +137,17 @@ def _log_softmax_op(logits: Tensor) -> Tensor:
 
 @_log_softmax_op.register_fake
 def _(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
 def _save_output(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.dtype = inputs[0].dtype
     ctx.save_for_backward(output)
 
 
 def _log_softmax_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     (logprobs,) = ctx.saved_tensors
-    return grad - logprobs.exp() * grad.sum(-1, keepdim=True)
+    return (grad - logprobs.exp() * grad.sum(-1, keepdim=True)).to(ctx.dtype)
 
 
 _log_softmax_op.register_autograd(_log_softmax_backward, setup_context=_save_output)
@@ -150,7 +160,7 @@ def _token_logprobs_op(logits: Tensor, targets: Tensor) -> Tensor:
 
 @_token_logprobs_op.register_fake
 def _(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0])
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
 def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -159,9 +169,9 @@ def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _token_logprobs_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     logits, targets = ctx.saved_tensors
-    dlogits = torch.softmax(logits, dim=-1).mul_(-grad[:, None])
+    dlogits = torch.softmax(logits.float(), dim=-1).mul_(-grad[:, None])
     dlogits.scatter_add_(1, targets[:, None], grad[:, None])
-    return dlogits, None
+    return dlogits.to(logits.dtype), None
 
 
 _token_logprobs_op.register_autograd(_token_logprobs_backward, setup_context=_save_inputs)

@@ -42,19 +42,20 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centred: bool = Fa
     """``x / sqrt(mean(x^2) + eps) * w`` (or ``* (1 + w)``), plus ``residual`` if given.
 
     Args:
-        x_TD: float32 [T, D]; rows may be strided.
-        weight_D: float32 [D].
+        x_TD: [T, D]; rows may be strided. float32 on the CPU; bfloat16 and float16 too on CUDA.
+        weight_D: [D].
         eps: added to the mean square.
         zero_centred: the weight is stored as w and applied as 1 + w (Gemma).
-        residual: float32 [T, D], contiguous; added to the result (Gemma's post norm).
+        residual: [T, D], contiguous; added to the result (Gemma's post norm).
 
     Returns:
-        float32 [T, D].
+        [T, D] in x's dtype.
 
     Raises:
         ValueError: for other shapes, dtypes or layouts.
     """
-    _check(x_TD, weight_D, residual)
+    if not x_TD.is_cuda:
+        _check(x_TD, weight_D, residual)
     if watched(x_TD, weight_D, residual):
         return _rms_norm_op(x_TD, weight_D, eps, zero_centred, residual)
     return _forward(x_TD, weight_D, eps, zero_centred, residual)
@@ -78,7 +79,11 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool,
              residual: Tensor | None) -> Tensor:
-    if not (x.device.type == "cpu" and available()):
+    if x.is_cuda:
+        from kilter.ops.cuda import norm as cuda
+
+        return cuda.rms_norm(x, weight, eps, zero_centred, residual)
+    if not available():
         return reference.rms_norm(x, weight, eps, zero_centred, residual)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rows, dim = x.shape
@@ -120,7 +125,10 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float,
 
     With s = 1 / sqrt(mean(x^2) + eps) and h = grad * w: dx = s h - x s^3 mean(h x).
     """
+    x_dtype, weight_dtype = x.dtype, weight.dtype
+    grad, x, weight = grad.float(), x.float(), weight.float()
     s = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     h = grad * (1.0 + weight if zero_centred else weight)
     dx = s * h - x * (s.pow(3) * (h * x).mean(-1, keepdim=True))
-    return dx, (grad * x * s).flatten(0, -2).sum(0)
+    dw = (grad * x * s).flatten(0, -2).sum(0)
+    return dx.to(x_dtype), dw.to(weight_dtype)

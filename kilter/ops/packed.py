@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kilter.ops.cpu.library import Kernel
+from kilter.ops.norm import watched
 
 STORAGES = ("fp32", "bf16", "fp16", "int8", "int4")  # what `pack` can be asked for
 _FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -114,6 +115,11 @@ class PackedWeight:
 
     def dequantize(self) -> Tensor:
         """float32 [N, K]: exactly the numbers a linear layer multiplies by."""
+        if watched(self.data):
+            return _unpack_op(self.data, self.facts())
+        return self._dequantize()
+
+    def _dequantize(self) -> Tensor:
         out = torch.empty(self.shape, dtype=torch.float32)
         _unpack.call(self.matrix, out.data_ptr(), keep=(self, out))
         return out
@@ -130,6 +136,16 @@ class _UnpackArgs(ctypes.Structure):
 
 _pack = Kernel("kt_pack", _PackArgs)
 _unpack = Kernel("kt_unpack", _UnpackArgs)
+
+
+@torch.library.custom_op("kilter::unpack", mutates_args=())
+def _unpack_op(data: Tensor, facts: list[int]) -> Tensor:
+    return PackedWeight.of(data, facts)._dequantize()
+
+
+@_unpack_op.register_fake
+def _(data: Tensor, facts: list[int]) -> Tensor:
+    return data.new_empty(PackedWeight.of(data, facts).shape, dtype=torch.float32)
 
 
 def pack(weight: Tensor | QuantTensor, storage: str = "auto", *,

@@ -9,6 +9,7 @@ matrix product is always taken on blocks of exactly `ROWS` rows.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -139,8 +140,7 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     tokens, heads, dim = q_THd.shape
     groups = keys.shape[1]
     out_THd, lse_TH = torch.empty_like(q_THd), q_THd.new_empty(tokens, heads)
-    bounds = cu_seqlens_S1.tolist()
-    for s, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for s, (start, end) in enumerate(pairwise(cu_seqlens_S1.tolist())):
         if start == end:
             continue
         if context_S is None or page_table_SP is None:
@@ -213,7 +213,7 @@ def check_lengths(q_THd: Tensor, keys: Tensor, cu_seqlens_S1: Tensor, context_S:
                   page_table_SP: Tensor | None, page_size: int) -> None:
     """Raises ValueError if attention's index tensors make no sense."""
     cu = cu_seqlens_S1.tolist()
-    lengths = [b - a for a, b in zip(cu[:-1], cu[1:], strict=True)]
+    lengths = [b - a for a, b in pairwise(cu)]
     if cu[0] != 0 or cu[-1] != q_THd.shape[0] or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, "
                          f"{q_THd.shape[0]}; it is {cu}.")

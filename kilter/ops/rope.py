@@ -40,10 +40,11 @@ def rope_qkv(qkv_TGXd: Tensor, positions_T: Tensor, cos_Pe: Tensor, sin_Pe: Tens
     """Splits, normalises, rotates and stores.
 
     Args:
-        qkv_TGXd: float32 [T, G, R + 2, d], per KV head: R queries, its key, its value; contiguous.
+        qkv_TGXd: [T, G, R + 2, d], per KV head: R queries, its key, its value; contiguous. float32
+            on the CPU; bfloat16 and float16 too on CUDA.
         positions_T: int32 [T], rows of the tables.
         cos_Pe, sin_Pe: float32 [P, d/2] tables; contiguous.
-        q_norm, k_norm: float32 [d] weights of an RMS norm over each head before the rotation.
+        q_norm, k_norm: [d] weights of an RMS norm over each head before the rotation.
         eps, zero_centred: of those norms, as in `rms_norm`.
         kv: ``(keys [slots, G, d], values [slots, G, d], slots_T int32 [T])``: a cache of float32,
             bfloat16 or float16 that is written at the slots.
@@ -51,13 +52,16 @@ def rope_qkv(qkv_TGXd: Tensor, positions_T: Tensor, cos_Pe: Tensor, sin_Pe: Tens
             gradient passes the rounding unchanged.
 
     Returns:
-        ``(q float32 [T, G * R, d], keys, values)``: the cache's tensors, or [T, G, d] of kv_dtype.
+        ``(q [T, G * R, d] in qkv's dtype, keys, values)``: the cache's tensors, or new ones,
+        [T, G, d] of kv_dtype.
 
     Raises:
-        ValueError: for other shapes, dtypes or layouts, a position or slot out of range, or a
-            cache where a gradient is asked for.
+        ValueError: for other shapes, dtypes or layouts, a cache where a gradient is asked for, or
+            a position or slot out of range (where nobody looks, on CUDA or in a replayed tape,
+            such a token's queries are NaN and it stores nothing).
     """
-    _check(qkv_TGXd, positions_T, cos_Pe, sin_Pe, q_norm, k_norm, kv, kv_dtype)
+    if not qkv_TGXd.is_cuda:
+        _check(qkv_TGXd, positions_T, cos_Pe, sin_Pe, q_norm, k_norm, kv, kv_dtype)
     through_op = watched(qkv_TGXd, q_norm, k_norm, positions_T)
     if kv is None:
         fn = _rope_qkv_op if through_op else _to_new
@@ -110,6 +114,11 @@ def _check(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm: Ten
 def _to_new(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
             k_norm: Tensor | None, eps: float, zero_centred: bool,
             kv_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    if qkv.is_cuda:
+        from kilter.ops.cuda import rope as cuda
+
+        return cuda.rope_qkv(qkv, positions, cos, sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
+                             zero_centred=zero_centred, kv_dtype=kv_dtype)
     tokens, groups, _, dim = qkv.shape
     keys = qkv.new_empty(tokens, groups, dim, dtype=kv_dtype)
     values = torch.empty_like(keys)
@@ -120,6 +129,11 @@ def _to_new(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm: Te
 def _to_cache(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
               k_norm: Tensor | None, eps: float, zero_centred: bool, keys: Tensor,
               values: Tensor, slots: Tensor) -> Tensor:
+    if qkv.is_cuda:
+        from kilter.ops.cuda import rope as cuda
+
+        return cuda.rope_qkv(qkv, positions, cos, sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
+                             zero_centred=zero_centred, kv=(keys, values, slots))[0]
     return _forward(qkv, positions, cos, sin, q_norm, k_norm, eps, zero_centred, keys, values,
                     slots)
 
@@ -127,7 +141,7 @@ def _to_cache(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm: 
 def _forward(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
              k_norm: Tensor | None, eps: float, zero_centred: bool, keys: Tensor, values: Tensor,
              slots: Tensor | None) -> Tensor:
-    if not (qkv.device.type == "cpu" and available()):
+    if not available():
         return reference.rope_qkv_into(qkv, positions, cos, sin, q_norm, k_norm, eps,
                                        zero_centred, keys, values, slots)
     tokens, groups, parts, dim = qkv.shape
@@ -205,7 +219,7 @@ def _backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):  # type: ignore[no-untyp
     if k_norm is not None:
         dk, dk_norm = rms_norm_backward(dk, qkv[:, :, -2:-1], k_norm, ctx.eps, ctx.zero_centred)
     dqkv = torch.cat((dq, dk, dv.float()[:, :, None]), dim=2)
-    return dqkv, None, None, None, dq_norm, dk_norm, None, None, None
+    return dqkv.to(qkv.dtype), None, None, None, dq_norm, dk_norm, None, None, None
 
 
 _rope_qkv_op.register_autograd(_backward, setup_context=_save)

@@ -1,9 +1,25 @@
-"""The paged KV cache: per layer two tensors of slots, handed out in fixed-size pages.
+"""The paged KV cache: fixed-size pages, who uses each, and the tensors behind them.
 
-A slot is ``page * page_size + offset``; page ids and slots mean the same in every layer.
+`Pages` is bookkeeping alone (a scheduler can be simulated on it without a model); `PagePool` adds
+the keys and values. A page is in one of three states:
+
+                    allocate                 enter_cache
+        free  ───────────────────▶  held  ───────────────────┐
+          ▲                          │ ▲                     ▼
+          │        last release      │ │ share        held and in the prefix cache
+          ├──────────────────────────┘ │                     │ last release
+          │         eviction           │                     ▼
+          └────────────────────────────┴─────────────────  cached
+
+A page is held while at least one request counts on it, cached while only the prefix cache does
+(so it can be had by evicting it), else free: ``free + cached + held == total``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 import torch
 
@@ -11,64 +27,210 @@ from kilter.models.spec import ModelSpec
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than were asked for; nothing was taken."""
+    """Fewer pages are free or cached than were asked for; nothing was taken or evicted."""
 
 
-class PagePool:
-    """``num_pages`` pages of ``page_size`` tokens for every layer of a model.
+class PrefixCache(Protocol):
+    """What pages need of the cache that keeps some of them after their requests are gone."""
 
-    Bytes: ``num_pages * page_size * spec.kv_elements_per_token * dtype.itemsize``.
-    """
+    def evict(self, count: int) -> int:
+        """Gives up ``count`` cached pages, or all if there are fewer; returns how many."""
 
-    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int = 16,
-                 dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu") -> None:
+    def unheld(self, pages: SequenceOf[int]) -> None:
+        """These pages of the cache lost their last request and may be evicted from now on."""
+
+
+class Pages:
+    """Reference counts of ``num_pages`` pages of ``page_size`` tokens."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"A page pool needs at least one page of at least one token; got "
                              f"{num_pages} pages of {page_size}.")
-        shape = (num_pages * page_size, spec.num_kv_heads, spec.head_dim)
         self.num_pages = num_pages
         self.page_size = page_size
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in spec.layers]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in spec.layers]
+        self.num_cached = 0
         self._free = list(range(num_pages - 1, -1, -1))
-        self._held: set[int] = set()
+        self._requests = [0] * num_pages  # how many requests hold each page
+        self._in_cache = bytearray(num_pages)
+        self._cache: PrefixCache | None = None
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - len(self._free) - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free ones, and cached ones by eviction."""
+        return len(self._free) + self.num_cached
+
+    def is_held(self, page: int) -> bool:
+        return self._requests[page] > 0
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
+    # What requests do
+
     def allocate(self, count: int) -> list[int]:
-        """``count`` page ids.
+        """``count`` page ids with undefined contents, held by the caller; evicts if it must.
 
         Raises:
-            OutOfPages: if fewer are free.
+            OutOfPages: if fewer are free or cached.
         """
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages were asked for but {len(self._free)} of "
-                             f"{self.num_pages} are free.")
+        short = count - len(self._free)
+        if short > 0:
+            if short > self.num_cached:
+                raise OutOfPages(f"{count} pages were asked for but of {self.num_pages} only "
+                                 f"{len(self._free)} are free and {self.num_cached} cached.")
+            assert self._cache is not None, "pages are cached but no cache is attached"
+            evicted = self._cache.evict(short)
+            assert evicted == short, f"{short} cached pages were to be evicted, {evicted} were"
         pages = [self._free.pop() for _ in range(count)]
-        self._held.update(pages)
+        for page in pages:
+            self._requests[page] = 1
         return pages
 
-    def release(self, pages: list[int]) -> None:
-        """Gives pages back.
+    def share(self, pages: Iterable[int]) -> list[int]:
+        """Holds pages once more, for one more request (a prefix hit, a fork).
 
         Raises:
-            ValueError: for a page that is not held.
+            ValueError: for a page that is free.
+        """
+        pages = list(pages)
+        for page in pages:
+            if self._requests[page] == 0:
+                if not self._in_cache[page]:
+                    raise ValueError(f"Page {page} was to be shared but is free.")
+                self.num_cached -= 1
+            self._requests[page] += 1
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Undoes one `allocate` or `share` of each page.
+
+        Raises:
+            ValueError: for a page that is not held; the ones before it were released.
+        """
+        cached: list[int] = []
+        try:
+            for page in pages:
+                if self._requests[page] == 0:
+                    raise ValueError(f"Page {page} was released but is not held.")
+                self._requests[page] -= 1
+                if self._requests[page] == 0:
+                    (cached if self._in_cache[page] else self._free).append(page)
+        finally:
+            self.num_cached += len(cached)
+            if cached and self._cache is not None:
+                self._cache.unheld(cached)
+
+    def growth(self, pages: SequenceOf[int], computed: int, end: int) -> int:
+        """How many pages `grow` would allocate."""
+        fresh = self.pages_for(end) - len(pages)
+        return max(fresh, 0) + (end > computed and self._must_copy(pages, computed))
+
+    def grow(self, pages: list[int], computed: int, end: int) -> None:
+        """Makes a request's ``pages`` ready for its tokens ``computed .. end - 1`` to be written:
+        appends missing pages, and replaces the one that already holds tokens by a copy if others
+        count on it too (copy-on-write after a fork).
+
+        Raises:
+            OutOfPages: nothing was changed.
+        """
+        fresh = self.allocate(self.growth(pages, computed, end))
+        if end > computed and self._must_copy(pages, computed):
+            index, tokens = divmod(computed, self.page_size)
+            shared, pages[index] = pages[index], fresh.pop()
+            self.copy_page(shared, pages[index], tokens)
+            self.release([shared])
+        pages.extend(fresh)
+
+    def _must_copy(self, pages: SequenceOf[int], computed: int) -> bool:
+        index, tokens = divmod(computed, self.page_size)
+        if tokens == 0:
+            return False
+        return self._requests[pages[index]] > 1 or bool(self._in_cache[pages[index]])
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first ``tokens`` slots of a page. Bookkeeping has no slots to copy."""
+
+    # What the prefix cache does
+
+    def attach(self, cache: PrefixCache) -> None:
+        """Makes ``cache`` the one that is asked to evict."""
+        if self._cache is not None:
+            raise ValueError("These pages have a prefix cache already; a second one would count "
+                             "on pages that the first one evicts.")
+        self._cache = cache
+
+    def enter_cache(self, pages: SequenceOf[int]) -> None:
+        """Keeps held pages in the cache after their requests are gone.
+
+        Raises:
+            ValueError: for a page that is not held, or is in the cache already; nothing changed.
         """
         for page in pages:
-            if page not in self._held:
-                raise ValueError(f"Page {page} was released but is not held.")
-            self._held.remove(page)
-            self._free.append(page)
+            if self._requests[page] == 0:
+                raise ValueError(f"Page {page} was to enter the prefix cache but no request holds "
+                                 f"it, so its contents may be anything.")
+            if self._in_cache[page]:
+                raise ValueError(f"Page {page} was to enter the prefix cache a second time; a page "
+                                 f"belongs to one prefix in one namespace.")
+        for page in pages:
+            self._in_cache[page] = 1
+
+    def leave_cache(self, pages: SequenceOf[int]) -> None:
+        """The cache gives pages up; those that no request holds become free."""
+        for page in pages:
+            assert self._in_cache[page], f"page {page} is not in the prefix cache"
+            self._in_cache[page] = 0
+            if self._requests[page] == 0:
+                self.num_cached -= 1
+                self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page is free or held, and only one of the two."""
-        assert len(self._free) == len(set(self._free)), "a page is free twice"
-        assert not self._held & set(self._free), "a page is both free and held"
-        assert len(self._free) + len(self._held) == self.num_pages, "pages were lost"
+        """Recounts: raises AssertionError unless every page is free, cached or held, and only one
+        of them, and the counters say the same."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        held = {page for page, count in enumerate(self._requests) if count}
+        cached = {page for page, inside in enumerate(self._in_cache) if inside} - held
+        assert min(self._requests) >= 0, "a page was released more often than it was held"
+        assert not free & held, f"pages {sorted(free & held)} are both free and held"
+        assert not free & cached, f"pages {sorted(free & cached)} are both free and cached"
+        assert (len(free), len(cached), len(held)) == (
+            self.num_free, self.num_cached, self.num_held), "the counters are off"
+        assert len(free) + len(cached) + len(held) == self.num_pages, "pages were lost"
+
+
+class PagePool(Pages):
+    """Pages with keys and values for every layer of a model.
+
+    ``keys[layer]`` and ``values[layer]`` are ``[num_pages * page_size, G, d]``; a token's slot is
+    ``page * page_size + offset`` in each. Bytes: ``num_pages * page_size *
+    spec.kv_elements_per_token * dtype.itemsize``, slots rounded up to a multiple of 64.
+    """
+
+    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int = 16,
+                 dtype: torch.dtype = torch.float32,
+                 device: torch.device | str = "cpu") -> None:
+        super().__init__(num_pages, page_size)
+        slots = num_pages * page_size
+        layers = range(len(spec.layers))
+        # One tensor, so that a page is copied in all layers by one call; slots are padded so that
+        # every layer starts on a cache line.
+        self._kv = torch.empty((2, len(layers), -(-slots // 64) * 64, spec.num_kv_heads,
+                                spec.head_dim), dtype=dtype, device=device)
+        self.keys = [self._kv[0, layer, :slots] for layer in layers]
+        self.values = [self._kv[1, layer, :slots] for layer in layers]
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first ``tokens`` slots of a page in every layer."""
+        start, end = source * self.page_size, target * self.page_size
+        self._kv[:, :, end:end + tokens] = self._kv[:, :, start:start + tokens]

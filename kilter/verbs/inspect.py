@@ -153,8 +153,9 @@ def _page(facts: dict[str, Any]) -> str:
                  for name, n in facts["kv_bytes_at_context"].items()]),
     ]
     if facts["kv_bytes_inside_windows"] != facts["kv_bytes_at_context"]:
-        lines.append("  Of these the sliding windows can still see " + ", ".join(
-            f"{size(n)} in {name}" for name, n in facts["kv_bytes_inside_windows"].items()) + ".")
+        lines.append("  The next token still sees " + ", ".join(
+            f"{size(n)} of it in {name}" for name, n in facts["kv_bytes_inside_windows"].items())
+            + "; the rest is outside the windows.")
     lines += [
         "", f"FLOPs per token (context {context:,}): 2 x matrix elements + 4 x H x d x tokens seen",
         table([(name, f"{n:,}", short(n)) for name, n in facts["flops_per_token"].items()]),

@@ -27,9 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kilter.weights.bridge import open_model
 from kilter.weights.errors import WeightsError
-from kilter.weights.families import FAMILIES, gemma3
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: unknown)
 
@@ -256,6 +254,10 @@ def _from_hub(name: str, work: Path, progress: Progress | None) -> dict[str, Any
                            "huggingface_hub; run `pip install huggingface_hub`, then pull again.")
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(_TIMEOUT))
     import huggingface_hub
+
+    # Only here, because they import torch.
+    from kilter.weights.bridge import open_model
+    from kilter.weights.families import FAMILIES, gemma3
 
     if progress is not None:
         progress("download", 0, 0)

@@ -20,7 +20,7 @@ def use_library(monkeypatch: pytest.MonkeyPatch, isa: str, threads: int = 1) -> 
     loaded = library.load(isa)
     loaded.kt_set_num_threads(threads)
     for kernel in gc.get_objects():
-        if isinstance(kernel, library.Kernel):
+        if type(kernel) is library.Kernel:
             fn = getattr(loaded, kernel.name)
             fn.restype = None
             monkeypatch.setattr(kernel, "_fn", fn)

@@ -197,3 +197,10 @@ def test_damaged_metadata(
 def test_scores_must_fit(sentencepiece_gguf: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"has 0 tokenizer\.ggml\.scores"):
         read_gguf_tokenizer({**sentencepiece_gguf, "tokenizer.ggml.scores": []})
+
+
+def test_space_runs_are_spelled_as_in_tokenizer_json(sentencepiece_gguf: dict[str, Any]) -> None:
+    """GGUF writers spell them as spaces; the pipeline sees "▁" only."""
+    backend = read_gguf_tokenizer(sentencepiece_gguf).backend
+    stored = sentencepiece_gguf["tokenizer.ggml.tokens"].index("   ")
+    assert backend.token_to_id("▁▁▁") == stored and backend.token_to_id("   ") is None

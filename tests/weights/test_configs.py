@@ -123,6 +123,15 @@ def test_missing_fields_have_the_defaults_of_transformers(architecture: str, tmp
         assert_describes(FAMILIES[architecture].to_spec(raw), AutoConfig.from_pretrained(tmp_path))
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 5])
+def test_qwen_windows_without_layer_types(first: int, tmp_path: Path) -> None:
+    raw = tiny._base(model_type="qwen2", use_sliding_window=True, sliding_window=5,
+                     max_window_layers=first)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_describes(FAMILIES["Qwen2ForCausalLM"].to_spec(raw),
+                     AutoConfig.from_pretrained(tmp_path))
+
+
 @pytest.mark.parametrize("scaling", [
     {"factor": 4.0}, {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8}, {"factor": 0.5},
     {"factor": 4.0, "mscale": 0.707}, {"factor": 40, "attention_factor": 1.25},

@@ -93,6 +93,13 @@ def test_fused_qkv_is_queries_then_key_then_value_per_group(
     assert bits_equal(dense(mapping.to_kilter(tensors)), expected.reshape(mapping.shape))
 
 
+def test_gated_mlp_is_gate_above_up() -> None:
+    mapping = GatedMLP("p", "gate", "up", ffn=3, tail=())
+    fused = mapping.to_kilter({"up": torch.arange(3), "gate": torch.arange(10, 13)})
+    assert dense(fused).tolist() == [10, 11, 12, 0, 1, 2]
+    assert dense(mapping.to_source(fused)["up"]).tolist() == [0, 1, 2]
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_reading_rows_equals_slicing_the_whole(data: st.DataObject) -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import zipfile
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kilter.weights import pull as pulling
+from kilter.weights.bridge import open_model
 from kilter.weights.errors import WeightsError
 from kilter.weights.pull import CatalogueEntry, Package, folder_of, pull, resolve
+from tests.weights import tiny
 
 CONTENT = [os.urandom(70_000), os.urandom(30_000)]
 
@@ -186,6 +190,52 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
     assert resolve("smollm2-135m") == Path("smollm2-135m")  # a local path wins
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the hub's three calls that serves one folder; the transport is not ours."""
+    import huggingface_hub
+
+    files = tmp_path / "remote"
+    monkeypatch.setenv("KILTER_HOME", str(tmp_path / "home"))
+
+    def download(name: str, file: str, *, local_dir: Path, **_: Any) -> str:
+        return shutil.copy(files / file, local_dir)
+
+    def snapshot(name: str, *, local_dir: Path, allow_patterns: list[str], **_: Any) -> None:
+        for pattern in allow_patterns:
+            for file in files.glob(pattern):
+                shutil.copy(file, local_dir)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(
+        sha="abc", card_data={"license": "mit"}))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    return files
+
+
+def test_a_hub_repository(hub: Path) -> None:
+    tiny.save("qwen2-plain", hub)
+    (hub / "model.py").write_text("evil")
+    folder = pull("org/name")
+    assert folder.name == "org--name" and resolve("org/name") == folder
+    assert open_model(folder).spec.architecture == "Qwen2ForCausalLM"
+    assert not (folder / "model.py").exists()
+    assert json.loads((folder / "kilter.json").read_text())["licence"] == "mit"
+    assert pull("org/name") == folder
+
+
+def test_a_hub_repository_that_is_cut_or_not_supported(hub: Path) -> None:
+    tiny.save("qwen2-plain", hub)
+    file = hub / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(WeightsError, match="is cut"):
+        pull("org/name")
+    (hub / "config.json").write_text('{"architectures": ["FalconForCausalLM"]}')
+    with pytest.raises(WeightsError, match="FalconForCausalLM, which Kilter does not know"):
+        pull("org/name")
+    assert leftovers() == []
 
 
 def test_the_hub_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

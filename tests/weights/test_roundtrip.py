@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kilter.weights.bridge import open_model
 from kilter.weights.errors import WeightsError
 from kilter.weights.export import State, export_hf
 from kilter.weights.mappings import dense
-from kilter.weights.safetensors import INDEX
+from kilter.weights.safetensors import INDEX, SafetensorsFolder
 from tests.weights import tiny
 
 
@@ -111,16 +111,20 @@ def test_export_in_another_dtype(tmp_path: Path) -> None:
 
 
 def test_mixed_dtypes_survive(tmp_path: Path) -> None:
-    """q in bf16 beside k in fp32 is fused in fp32 and comes out as it was."""
-    tiny.save("llama-biases-llama3", tmp_path / "src", torch.bfloat16)
+    """q in bf16 beside k in fp32 is fused in fp32 and comes out as it was, aligned to its size
+    although biases of 41 bf16 numbers are around."""
+    config = LlamaConfig(**tiny._base(intermediate_size=41, mlp_bias=True))
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "src")
     tensors = tensors_of(tmp_path / "src")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    tensors[name] = torch.randn(tensors[name].shape)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.bias"):
+        tensors[name] = torch.randn(tensors[name].shape)
     save_file(tensors, tmp_path / "src" / "model.safetensors")
     source = open_model(tmp_path / "src")
-    assert dense(source.read("layers.0.attn.qkv.weight")).dtype == torch.float32
+    assert dense(source.read("layers.1.attn.qkv.weight")).dtype == torch.float32
     export_hf(source, tmp_path / "dst")
     assert_same_bytes(tensors, tensors_of(tmp_path / "dst"))
+    for entry in SafetensorsFolder(tmp_path / "dst").tensors.values():
+        assert entry.offset % {"F32": 4, "BF16": 2}[entry.dtype] == 0
 
 
 def test_a_stored_copy_of_the_tied_head_is_kept(tmp_path: Path) -> None:

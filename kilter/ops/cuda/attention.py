@@ -218,6 +218,13 @@ def _write(out, lse, flat, exists, top, total, acc, DIM: tl.constexpr, BLOCK: tl
 
 
 @jit
+def _wild(v):
+    """Infinite or NaN."""
+    v = v.to(tl.float32)
+    return v - v != 0.0
+
+
+@jit
 def _attend(top, total, acc, q, keys, values, table, start, context, place, scale, first, last,
             key_stride, value_stride, PAGE: tl.constexpr, WINDOW: tl.constexpr,
             KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
@@ -240,7 +247,8 @@ def _attend(top, total, acc, q, keys, values, table, start, context, place, scal
             k_mask = k_mask & exists[None, :]
             v_mask = v_mask & exists[:, None]
         k = tl.load(keys + slot[None, :] * key_stride + d[:, None], mask=k_mask, other=0.0)
-        v = tl.load(values + slot[:, None] * value_stride + d[None, :], mask=v_mask, other=0.0)
+        v_at = values + slot[:, None] * value_stride + d[None, :]
+        v = tl.load(v_at, mask=v_mask, other=0.0)
         score = tl.dot(q, k.to(DOT), input_precision="ieee") * scale
         if MASKED:
             seen = key[None, :] <= place[:, None]
@@ -256,11 +264,10 @@ def _attend(top, total, acc, q, keys, values, table, start, context, place, scal
         p = p.to(PROBABILITY).to(DOT)
         if MASKED:
             # 0 * NaN is NaN: values that are not finite meet only the rows that see their key.
-            v = v.to(tl.float32)
-            wild = tl.where(tl.abs(v) < float("inf"), 0.0, 1.0)
-            acc = tl.dot(p, tl.where(wild == 0.0, v, 0.0).to(DOT), acc, input_precision="ieee")
-            if tl.max(tl.max(wild, 1), 0) > 0.0:
-                met = tl.dot(seen.to(tl.float32).to(DOT), wild.to(DOT), input_precision="ieee")
+            acc = tl.dot(p, tl.where(_wild(v), 0.0, v).to(DOT), acc, input_precision="ieee")
+            if tl.max(tl.max(_wild(v).to(tl.int32), 1), 0) > 0:
+                v = tl.load(v_at, mask=v_mask, other=0.0)
+                met = tl.dot(seen.to(DOT), _wild(v).to(DOT), input_precision="ieee")
                 acc = tl.where(met > 0.0, float("nan"), acc)
         else:
             acc = tl.dot(p, v.to(DOT), acc, input_precision="ieee")

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -44,7 +45,7 @@ namespace {
 
 constexpr long kChunk = 256;             // keys per softmax chunk: part of the order of reduction
 constexpr long kSub = 64;                // keys turned at a time
-constexpr long kRows = 96;               // rows of a tile
+constexpr long kRows = 192;               // rows of a tile
 constexpr long kTogether = 16;           // rows per KV head up to which a tile takes all KV heads
 constexpr int kBlock = 6;                // rows of a register tile
 constexpr long kScoreStride = kChunk + 16;  // not a power of two: rows fall into different sets
@@ -87,16 +88,16 @@ class Arena {
   size_t size_ = 0;
 };
 
-// out[j * stride + i] = rows[i][j] for 16 rows and 16 columns.
+// Sixteen rows of sixteen 4-byte words, given by `load(i)`, turned: `emit(j, word j of every row)`.
 #if KT_AVX512
-template <class T>
-KT_INLINE void transpose16(const T* const* rows, long column, float* out, long stride) {
+template <class Load, class Emit>
+KT_INLINE void turn_words(Load load, Emit emit) {
   __m512 t[16], u[16];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    __m512 a = load(rows[2 * i] + column).v, b = load(rows[2 * i + 1] + column).v;
-    t[2 * i] = _mm512_unpacklo_ps(a, b);
-    t[2 * i + 1] = _mm512_unpackhi_ps(a, b);
+  for (int i = 0; i < 16; i += 2) {
+    __m512 a = load(i).v, b = load(i + 1).v;
+    t[i] = _mm512_unpacklo_ps(a, b);
+    t[i + 1] = _mm512_unpackhi_ps(a, b);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
@@ -112,77 +113,134 @@ KT_INLINE void transpose16(const T* const* rows, long column, float* out, long s
     __m512 x1 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xdd);
     __m512 y0 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88);
     __m512 y1 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
-    _mm512_storeu_ps(out + j * stride, _mm512_shuffle_f32x4(x0, y0, 0x88));
-    _mm512_storeu_ps(out + (4 + j) * stride, _mm512_shuffle_f32x4(x1, y1, 0x88));
-    _mm512_storeu_ps(out + (8 + j) * stride, _mm512_shuffle_f32x4(x0, y0, 0xdd));
-    _mm512_storeu_ps(out + (12 + j) * stride, _mm512_shuffle_f32x4(x1, y1, 0xdd));
+    emit(j, f32x16{_mm512_shuffle_f32x4(x0, y0, 0x88)});
+    emit(4 + j, f32x16{_mm512_shuffle_f32x4(x1, y1, 0x88)});
+    emit(8 + j, f32x16{_mm512_shuffle_f32x4(x0, y0, 0xdd)});
+    emit(12 + j, f32x16{_mm512_shuffle_f32x4(x1, y1, 0xdd)});
   }
+}
+KT_INLINE f32x16 low_bf16(f32x16 words) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words.v), 16))};
+}
+KT_INLINE f32x16 high_bf16(f32x16 words) {
+  return {_mm512_and_ps(words.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000u))))};
 }
 #elif KT_AVX2
-KT_INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
-KT_INLINE __m256 load8(const bf16* p) { return bf16_half(&p->bits); }
-KT_INLINE __m256 load8(const f16* p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-}
-template <class T>
-KT_INLINE void transpose16(const T* const* rows, long column, float* out, long stride) {
-  for (int half = 0; half < 4; ++half) {
-    const T* const* r = rows + 8 * (half & 1);
-    const long c = column + 8 * (half >> 1);
-    float* o = out + 8 * (half >> 1) * stride + 8 * (half & 1);
-    __m256 t[8], u[8];
+KT_INLINE void turn_8x8(__m256* x) {
+  __m256 t[8], u[8];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      __m256 a = load8(r[2 * i] + c), b = load8(r[2 * i + 1] + c);
-      t[2 * i] = _mm256_unpacklo_ps(a, b);
-      t[2 * i + 1] = _mm256_unpackhi_ps(a, b);
-    }
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
 #pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-      u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-      u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-      u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      _mm256_storeu_ps(o + j * stride, _mm256_permute2f128_ps(u[j], u[4 + j], 0x20));
-      _mm256_storeu_ps(o + (4 + j) * stride, _mm256_permute2f128_ps(u[j], u[4 + j], 0x31));
-    }
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x20);
+    x[4 + j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
   }
 }
-#else
-template <class T>
-KT_INLINE void transpose16(const T* const* rows, long column, float* out, long stride) {
-  for (int j = 0; j < 16; ++j)
-    for (int i = 0; i < 16; ++i) out[j * stride + i] = to_float(rows[i][column + j]);
+template <class Load, class Emit>
+KT_INLINE void turn_words(Load load, Emit emit) {
+  __m256 q[4][8];  // quarters: rows 0-7 and 8-15 of words 0-7, then of words 8-15
+  for (int i = 0; i < 8; ++i) {
+    f32x16 upper = load(i), lower = load(8 + i);
+    q[0][i] = upper.a;
+    q[1][i] = lower.a;
+    q[2][i] = upper.b;
+    q[3][i] = lower.b;
+  }
+  for (auto& quarter : q) turn_8x8(quarter);
+  for (int j = 0; j < 8; ++j) {
+    emit(j, f32x16{q[0][j], q[1][j]});
+    emit(8 + j, f32x16{q[2][j], q[3][j]});
+  }
 }
+KT_INLINE __m256 low_half(__m256 words) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16));
+}
+KT_INLINE f32x16 low_bf16(f32x16 words) { return {low_half(words.a), low_half(words.b)}; }
+KT_INLINE f32x16 high_bf16(f32x16 words) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000u)));
+  return {_mm256_and_ps(words.a, mask), _mm256_and_ps(words.b, mask)};
+}
+#else
+template <class Load, class Emit>
+KT_INLINE void turn_words(Load load, Emit emit) {
+  f32x16 rows[16];
+  for (int i = 0; i < 16; ++i) rows[i] = load(i);
+  for (int j = 0; j < 16; ++j) {
+    f32x16 column;
+    for (int i = 0; i < 16; ++i) column.v[i] = rows[i].v[j];
+    emit(j, column);
+  }
+}
+KT_INLINE f32x16 pick_bf16(f32x16 words, int shift) {
+  uint32_t u[16];
+  std::memcpy(u, words.v, 64);
+  for (int i = 0; i < 16; ++i) words.v[i] = bf16_to_float(uint16_t(u[i] >> shift));
+  return words;
+}
+KT_INLINE f32x16 low_bf16(f32x16 words) { return pick_bf16(words, 0); }
+KT_INLINE f32x16 high_bf16(f32x16 words) { return pick_bf16(words, 16); }
 #endif
 
-// Keys [0, 16) of `rows` to a panel's columns: out[j * kPanel + i] = rows[i][j], j < dim.
+// Sixteen keys to columns of a panel: out[j * kPanel + i] = keys[offset[i] + j], j < dim.
 template <class T>
-void turn_keys(const T* const* rows, long dim, float* out) {
+KT_INLINE void turn_keys(const T* keys, const long* offset, long dim, float* out) {
   long j = 0;
-  for (; j + 16 <= dim; j += 16) transpose16(rows, j, out + j * kPanel, kPanel);
+  if constexpr (std::is_same_v<T, bf16>)  // two elements are one word: half the shuffles
+    for (; j + 32 <= dim; j += 32)
+      turn_words([&](int i) { return load(reinterpret_cast<const float*>(keys + offset[i] + j)); },
+                 [&](int word, f32x16 x) {
+                   store(out + (j + 2 * word) * kPanel, low_bf16(x));
+                   store(out + (j + 2 * word + 1) * kPanel, high_bf16(x));
+                 });
+  for (; j + 16 <= dim; j += 16)
+    turn_words([&](int i) { return load(keys + offset[i] + j); },
+               [&](int word, f32x16 x) { store(out + (j + word) * kPanel, x); });
   for (; j < dim; ++j)
-    for (int i = 0; i < 16; ++i) out[j * kPanel + i] = to_float(rows[i][j]);
+    for (int i = 0; i < 16; ++i) out[j * kPanel + i] = to_float(keys[offset[i] + j]);
 }
 
-// scores[r][16 n + lane] = sum over j of q[j][r] * k[j][16 n + lane].
+// e^x for x <= 0, with the bits of `exp`; NaN stays NaN.
+KT_INLINE f32x16 exp_down(f32x16 x) {
+  const f32x16 magic = set1(12582912.0f);
+  f32x16 c = max(set1(-88.0f), x);
+  f32x16 n = fma(c, set1(1.44269504088896341f), magic) - magic;
+  f32x16 r = fma(n, set1(-0.693359375f), c);
+  r = fma(n, set1(2.12194440e-4f), r);
+  f32x16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p * r, r, r) + set1(1.0f);
+  return select_lt(x, set1(-87.33654f), zero(), p * exp2_int(n));
+}
+
+// scores[r][16 n + lane] = sum over j of q[r][j] * k[j][16 n + lane].
 template <int MR, int NV>
-void score_tile(const float* q, long q_step, const float* k, long dim, float* scores) {
+void score_tile(const float* q, const float* k, long dim, float* scores) {
   f32x16 acc[MR][NV];
 #pragma GCC unroll 6
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) acc[r][n] = zero();
-  for (long j = 0; j < dim; ++j, q += q_step, k += kPanel) {
+  for (long j = 0; j < dim; ++j, k += kPanel) {
     f32x16 key[NV];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) key[n] = load(k + 16 * n);
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r) {
-      f32x16 query = set1(q[r]);
+      f32x16 query = set1(q[r * dim + j]);
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) acc[r][n] = fma(query, key[n], acc[r][n]);
     }
@@ -221,21 +279,20 @@ KT_INLINE void value_tile(const float* p, long begin, long end, Value value, flo
 }
 
 template <int MR>
-void score_rows(const float* q, long q_step, const float* k, long dim, long begin, long end,
-                float* scores) {
+void score_rows(const float* q, const float* k, long dim, long begin, long end, float* scores) {
   for (long n = begin; n < end;) {  // vectors of 16 keys
     const float* panel = k + (n / kWide) * dim * kPanel + (n % kWide) * 16;
     if (kWide > 1 && n % kWide == 0 && n + kWide <= end) {
-      score_tile<MR, kWide>(q, q_step, panel, dim, scores + 16 * n);
+      score_tile<MR, kWide>(q, panel, dim, scores + 16 * n);
       n += kWide;
     } else {
-      score_tile<MR, 1>(q, q_step, panel, dim, scores + 16 * n);
+      score_tile<MR, 1>(q, panel, dim, scores + 16 * n);
       ++n;
     }
   }
 }
 
-using ScoreFn = void (*)(const float*, long, const float*, long, long, long, float*);
+using ScoreFn = void (*)(const float*, const float*, long, long, long, float*);
 constexpr ScoreFn kScoreRows[kBlock + 1] = {nullptr,       score_rows<1>, score_rows<2>,
                                             score_rows<3>, score_rows<4>, score_rows<5>,
                                             score_rows<6>};
@@ -295,19 +352,17 @@ class Worker {
  public:
   Worker(const KtAttentionArgs* a, const Tile& tile)
       : a_(a), tile_(tile), per_(a->heads / a->groups), rows_(tile.num_tokens * per_),
-        all_rows_(rows_ * tile.num_groups), width_(round_up(a->dim, 16)),
-        q_step_(std::min<long>(rows_, kBlock)), q_size_(round_up(rows_, q_step_) * a->dim) {
+        all_rows_(rows_ * tile.num_groups), width_(round_up(a->dim, 16)) {
     thread_local Arena arena;
     const size_t sizes[] = {
-        size_t(round_up(tile.num_groups * q_size_, 16)), size_t(kSub * a->dim),
+        size_t(round_up(all_rows_ * a->dim, 16)), size_t(kSub * a->dim),
         size_t(all_rows_ * kScoreStride),                size_t(kSub * round_up(width_, kPanel)),
-        Partial::floats(all_rows_, width_),              Partial::floats(all_rows_, width_),
-        size_t(width_),                                  size_t(width_)};
+        Partial::floats(all_rows_, width_),              Partial::floats(all_rows_, width_)};
     size_t total = 0;
     for (size_t s : sizes) total += s;
     float* p = arena.get(total);
-    float* parts[8];
-    for (int i = 0; i < 8; ++i) {
+    float* parts[6];
+    for (int i = 0; i < 6; ++i) {
       parts[i] = p;
       p += sizes[i];
     }
@@ -317,10 +372,6 @@ class Worker {
     values_ = parts[3];
     chunk_ = Partial::at(parts[4], all_rows_);
     whole_ = Partial::at(parts[5], all_rows_);
-    none_ = reinterpret_cast<T*>(parts[6]);
-    bad_ = reinterpret_cast<T*>(parts[7]);
-    std::memset(parts[6], 0, size_t(width_) * sizeof(float));
-    std::memset(parts[7], 0xff, size_t(width_) * sizeof(float));  // NaN in every storage type
   }
 
   void whole() {
@@ -359,39 +410,38 @@ class Worker {
     return (tile_.token + m / per_) * a_->heads + (tile_.group + group) * per_ + m % per_;
   }
 
-  // Blocks of rows, [dim][q_step_] each, times the scale.
-  void load_queries() {
+  void load_queries() {  // times the scale
+    float* to = q_;
     for (long g = 0; g < tile_.num_groups; ++g)
-      for (long m = 0; m < rows_; ++m) {
+      for (long m = 0; m < rows_; ++m, to += a_->dim) {
         const float* x = a_->q + row(g, m) * a_->dim;
-        float* to = q_ + g * q_size_ + m / q_step_ * q_step_ * a_->dim + m % q_step_;
-        for (long j = 0; j < a_->dim; ++j) to[j * q_step_] = x[j] * a_->scale;
+        for (long j = 0; j < a_->dim; ++j) to[j] = x[j] * a_->scale;
       }
   }
 
-  // One chunk's partial result of every row. While a decode step works on some keys it fetches the
-  // rows that come kSub keys later: the next keys', then the first values', then the next chunk's.
+  // One chunk's partial result of every row. While some keys are worked on, the rows that come
+  // kSub keys later are fetched: the next keys, then the first values, then the next chunk.
   void chunk(long c, const Partial& to) {
     const long start = c * kChunk;
     const long begin = std::max(low(0) - start, 0L);
     const long all = high(tile_.num_tokens - 1) - start, end = std::min(all, kChunk);
-    const bool few = rows_ <= 2 * kBlock, direct = few && a_->dim % 16 == 0;
-    const T *k = static_cast<const T*>(a_->k), *v = static_cast<const T*>(a_->v);
-    const T *rows[kSub], *ahead[kSub];
-    find(start, begin, std::min(all, few ? kChunk + kSub : kChunk));
+    const bool direct = rows_ <= 2 * kBlock && a_->dim % 16 == 0;
+    const T *k = static_cast<const T*>(a_->k) + tile_.group * a_->dim;
+    const T *v = static_cast<const T*>(a_->v) + tile_.group * a_->dim;
+    if (!find(start, begin, all)) {
+      std::fill_n(to.sum, all_rows_, NAN);
+      return;
+    }
     const long first = begin / kSub * kSub;
     for (long sub = first; sub < end; sub += kSub)
       for (long g = 0; g < tile_.num_groups; ++g) {
-        point(k, g, sub, begin, end, rows);
-        if (few) {
-          if (sub + kSub < end)
-            point(k, g, sub + kSub, begin, end, ahead);
-          else
-            point(v, g, first, begin, end, ahead);
-        }
+        const T* keys = k + g * a_->dim;
+        const T* ahead = sub + kSub < end ? keys : v + g * a_->dim;
+        const long* ahead_at = offset_ + (sub + kSub < end ? sub + kSub : first);
         for (long i = 0; i < kSub && sub + i < end; i += 16) {
-          if (few) fetch(ahead + i);
-          turn_keys(rows + i, a_->dim, keys_ + i / kPanel * kPanel * a_->dim + i % kPanel);
+          fetch(ahead, ahead_at + i, 16);
+          turn_keys(keys, offset_ + sub + i, a_->dim,
+                    keys_ + i / kPanel * kPanel * a_->dim + i % kPanel);
         }
         score(g, start, sub);
       }
@@ -399,20 +449,20 @@ class Worker {
     std::fill_n(to.acc, all_rows_ * width_, 0.0f);
     for (long sub = first; sub < end; sub += kSub)
       for (long g = 0; g < tile_.num_groups; ++g) {
-        point(v, g, sub, begin, end, rows);
-        if (few) {
-          if (sub + kSub < end)
-            point(v, g, sub + kSub, begin, end, ahead);
-          else
-            point(k, g, kChunk, begin, all, ahead);
+        const T* values = v + g * a_->dim;
+        const T* ahead = sub + kSub < end ? values : k + g * a_->dim;
+        const long* at = offset_ + sub;
+        if (!direct) {
+          fetch(ahead, at + kSub, kSub);
+          gather_values(values, at, std::min(kSub, end - sub));
         }
-        if (!direct) gather_values(rows, std::min(kSub, end - sub));
         for (long i = 0; i < width_; i += kPanel) {
           const int vectors = int(std::min(kPanel, width_ - i) / 16);
           if (direct)
-            multiply(g, start, sub, vectors, i, to.acc, [&](long key) {
-              for (long j = 0; j < kPanel; j += 64 / sizeof(T)) __builtin_prefetch(ahead[key] + i + j);
-              return rows[key] + i;
+            multiply(g, start, sub, vectors, i, to.acc, [=](long key) {
+              for (long j = i; j < i + kPanel; j += 64 / sizeof(T))
+                __builtin_prefetch(ahead + at[kSub + key] + j);
+              return values + at[key] + i;
             });
           else
             multiply(g, start, sub, vectors, i, to.acc,
@@ -421,64 +471,58 @@ class Worker {
       }
   }
 
-  void fetch(const T* const* rows) const {
-    for (int i = 0; i < 16; ++i)
-      for (long j = 0; j < a_->dim; j += 64 / sizeof(T)) __builtin_prefetch(rows[i] + j);
+  void fetch(const T* base, const long* offset, long n) const {
+    for (long i = 0; i < n; ++i)
+      for (long j = 0; j < a_->dim; j += 64 / sizeof(T)) __builtin_prefetch(base + offset[i] + j);
   }
 
-  // Slots of the keys [begin, end) from `start`; -1 where a page lies outside the cache.
-  void find(long start, long begin, long end) {
+  // Where the keys of a chunk and the first of the next begin in the cache, in elements. Keys
+  // outside [begin, all) stand on the nearest inside: whole vectors are read, and their lanes are
+  // masked. False if a page lies outside the cache.
+  bool find(long start, long begin, long all) {
+    const long stride = a_->groups * a_->dim, end = std::min(all, kChunk + kSub);
     if (!a_->page_table) {
-      for (long i = begin; i < end; ++i) slots_[i] = a_->cu_seqlens[tile_.seq] + start + i;
-      return;
-    }
-    const long size = a_->page_size;
-    const int32_t* page = a_->page_table + tile_.seq * a_->table_width + (start + begin) / size;
-    long offset = (start + begin) % size;
-    for (long i = begin; i < end; ++i) {
-      slots_[i] = *page * size + offset;
-      if (*page < 0 || slots_[i] >= a_->slots) {
-        slots_[i] = -1;
-        std::atomic_ref<int32_t>(*a_->status).store(4, std::memory_order_relaxed);
-      }
-      if (++offset == size) {
-        offset = 0;
-        ++page;
+      for (long i = begin; i < end; ++i)
+        offset_[i] = (a_->cu_seqlens[tile_.seq] + start + i) * stride;
+    } else {
+      const long size = a_->page_size;
+      const int32_t* page = a_->page_table + tile_.seq * a_->table_width + (start + begin) / size;
+      for (long i = begin, in_page = (start + begin) % size; i < end; in_page = 0, ++page) {
+        if (*page < 0 || (*page + 1L) * size > a_->slots) {
+          std::atomic_ref<int32_t>(*a_->status).store(4, std::memory_order_relaxed);
+          return false;
+        }
+        for (; in_page < size && i < end; ++in_page, ++i)
+          offset_[i] = (*page * size + in_page) * stride;
       }
     }
-  }
-
-  // Where the rows of kSub keys from `sub` of the chunk begin. Keys that nobody in this tile may
-  // read stand on a row of zeros.
-  void point(const T* base, long group, long sub, long begin, long end, const T** rows) const {
-    base += (tile_.group + group) * a_->dim;
-    const long stride = a_->groups * a_->dim;
-    for (long i = 0; i < kSub; ++i) {
-      const long key = sub + i;
-      if (key < begin || key >= end)
-        rows[i] = none_;
-      else
-        rows[i] = slots_[key] < 0 ? bad_ : base + slots_[key] * stride;
-    }
+    std::fill(offset_, offset_ + begin, offset_[begin]);
+    std::fill(offset_ + end, offset_ + kChunk + kSub, offset_[end - 1]);
+    return true;
   }
 
   void score(long group, long start, long sub) const {
-    const float* q = q_ + group * q_size_;
+    const float* q = q_ + group * rows_ * a_->dim;
     for (long m = 0; m < rows_; m += kBlock) {
       const long rows = std::min<long>(kBlock, rows_ - m), first = start + sub;
       const long from = std::max(low(m / per_) - first, 0L) / 16;
       const long upto = (std::min(high((m + rows - 1) / per_) - first, kSub) + 15) / 16;
       if (from < upto)
-        kScoreRows[rows](q + m * a_->dim, q_step_, keys_, a_->dim, from, upto,
+        kScoreRows[rows](q + m * a_->dim, keys_, a_->dim, from, upto,
                          scores_ + (group * rows_ + m) * kScoreStride + sub);
     }
   }
 
   // Widened to fp32 and laid out [panel][key][kPanel].
-  void gather_values(const T* const* rows, long n) {
-    for (long i = 0; i < width_; i += 16) {
-      float* to = values_ + i / kPanel * kPanel * kSub + i % kPanel;
-      for (long key = 0; key < n; ++key) store(to + key * kPanel, load_n(rows[key] + i, a_->dim - i));
+  void gather_values(const T* values, const long* offset, long n) {
+    const long full = a_->dim / 16 * 16;
+    for (long key = 0; key < n; ++key) {
+      const T* from = values + offset[key];
+      float* to = values_ + key * kPanel;
+      for (long i = 0; i < full; i += 16)
+        store(to + i / kPanel * kPanel * kSub + i % kPanel, load(from + i));
+      if (full < a_->dim)
+        store(to + full / kPanel * kPanel * kSub + full % kPanel, load_n(from + full, a_->dim - full));
     }
   }
 
@@ -496,12 +540,15 @@ class Worker {
     const long first = begin / 16 * 16, last = (end - 1) / 16 * 16;
     store(s + first, select_lt(lane, set1(float(begin - first)), never, load(s + first)));
     store(s + last, select_lt(lane, set1(float(end - last)), load(s + last), never));
-    f32x16 top = never, sum = zero();
-    for (long i = first; i <= last; i += 16) top = max(top, load(s + i));
-    to.top[m] = reduce_max(top);
+    f32x16 top[2] = {load(s + first), load(s + last)};
+    long at = first;
+    for (; at + 16 <= last; at += 32)
+      for (int j = 0; j < 2; ++j) top[j] = max(top[j], load(s + at + 16 * j));
+    to.top[m] = reduce_max(max(top[0], top[1]));
     const f32x16 shift = set1(to.top[m]);
+    f32x16 sum = zero();
     for (long i = first; i <= last; i += 16) {
-      f32x16 p = exp(load(s + i) - shift);
+      f32x16 p = exp_down(load(s + i) - shift);
       sum = sum + p;
       store(s + i, p);
     }
@@ -555,11 +602,9 @@ class Worker {
   const Tile& tile_;
   const long per_, rows_, all_rows_;  // query heads per KV head; rows per KV head; rows in all
   const long width_;                  // dim, rounded up to whole vectors
-  const long q_step_, q_size_;
   float *q_, *keys_, *scores_, *values_;
   Partial chunk_, whole_;
-  T *none_, *bad_;
-  long slots_[kChunk + kSub];
+  long offset_[kChunk + kSub];
 };
 
 // The tiles of the call, or the status of a batch that makes no sense.
