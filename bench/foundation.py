@@ -26,10 +26,11 @@ from kilter.models.linear import Embedding, Linear
 from kilter.ops.cpu.build import cache_dir, detect_isa
 from kilter.ops.packed import PackedWeight
 from kilter.report.machine import cpu_name, gemm_rate, read_bandwidth
-from kilter.serve.executor import Sequence
-from kilter.serve.generate import Generator
-from kilter.serve.load import load_generator
-from kilter.serve.sampler import SamplingParams
+from kilter.serve.engine import Engine
+from kilter.serve.exactness import next_chunk
+from kilter.serve.load import load_engine, write_tokenizer
+from kilter.serve.params import SamplingParams
+from kilter.serve.request import Request
 from kilter.weights.bridge import open_model
 from kilter.weights.export import export_hf
 from kilter.weights.pull import pull
@@ -58,10 +59,10 @@ def prompts(batch: int, length: int) -> list[list[int]]:
     return torch.randint(1000, 40000, (batch, length), generator=generator).tolist()
 
 
-def weight_bytes(generator: Generator) -> int:
+def weight_bytes(engine: Engine) -> int:
     """Bytes of the matrices that one decode step reads: all linears and the output head."""
     total = 0
-    model = generator.executor.model
+    model = engine.model
     for module in model.modules():
         if isinstance(module, Linear | Embedding):
             if isinstance(module, Embedding) and model.head is not None:
@@ -73,29 +74,33 @@ def weight_bytes(generator: Generator) -> int:
 
 
 def kilter_contender(name: str, folder: Path, storage: str, exact: bool = True) -> Contender:
-    generator = load_generator(folder, storage=storage, exact=exact, context=1024,
-                               max_running=max(BATCHES))
+    engine = load_engine(folder, storage=storage, exact=exact, context=1024,
+                         max_running=max(BATCHES))
 
     def decode(batch: int) -> float:
         params = SamplingParams(max_tokens=NEW_TOKENS + 1, temperature=0, ignore_eos=True)
-        firsts, count, start = 0, 0, 0.0
-        for step in generator.stream(prompts(batch, PROMPT_TOKENS), params):
-            if firsts < batch:  # every prompt's first token comes from its prefill
-                firsts += 1
-                start = time.perf_counter()
-            else:
-                count += step.token_id is not None
-        return count / (time.perf_counter() - start)
+        for prompt in prompts(batch, PROMPT_TOKENS):
+            engine.submit(prompt, params)
+        seen: set[int] = set()
+        while len(seen) < batch:  # every prompt's first token comes from its prefill
+            seen.update(delta.request for delta in engine.step())
+        count, start = 0, time.perf_counter()
+        while engine.busy:
+            count += sum(len(delta.choices) for delta in engine.step())
+        seconds = time.perf_counter() - start
+        engine.flush_cache()
+        return count / seconds
 
     def prefill() -> float:
-        seq = Sequence(prompts(1, PREFILL_TOKENS)[0])
+        request = Request(0, prompts(1, PREFILL_TOKENS)[0], PREFILL_TOKENS)
         start = time.perf_counter()
-        generator.executor.run([(seq, PREFILL_TOKENS)])
+        chunk = next_chunk(engine.executor.pool, request, PREFILL_TOKENS)
+        engine.executor.run([chunk._replace(rows=1)])
         seconds = time.perf_counter() - start
-        generator.executor.release(seq)
+        engine.executor.pool.release(request.pages)
         return PREFILL_TOKENS / seconds
 
-    return Contender(name, decode, prefill, weight_bytes(generator), storage)
+    return Contender(name, decode, prefill, weight_bytes(engine), storage)
 
 
 def transformers_contender(folder: Path) -> Contender:
@@ -162,14 +167,15 @@ def cold_start(repeats: int) -> dict[str, float]:
             totals.append(time.perf_counter() - start)
             child.stdout.read()
     imports = []
-    code = "import time; t = time.perf_counter(); import kilter.serve.load; print(time.perf_counter() - t)"
+    code = ("import time; start = time.perf_counter(); import kilter.serve.load; "
+            "print(time.perf_counter() - start)")
     for _ in range(repeats):
         imports.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True,
                                             text=True, check=True).stdout))
     loads = []
     for _ in range(repeats):
         start = time.perf_counter()
-        load_generator(pull(MODEL), max_running=1)
+        load_engine(pull(MODEL), max_running=1)
         loads.append(time.perf_counter() - start)
     return {"first_byte_s": statistics.median(totals[1:]), "imports_s": statistics.median(imports),
             "load_and_pack_s": statistics.median(loads)}
@@ -245,7 +251,7 @@ def main() -> None:
     parser.add_argument("--no-docs", action="store_true", help="leave docs/benchmarks.md alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder = pull(MODEL)
+    folder = pull(MODEL, after=write_tokenizer)
     hf = hf_folder(folder)
     contenders = [
         transformers_contender(hf),

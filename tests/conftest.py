@@ -15,9 +15,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _pulled(name: str) -> Path:
+    from kilter.serve.load import write_tokenizer
     from kilter.weights.pull import pull
 
-    return pull(name)
+    return pull(name, after=write_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ class Decoder(nn.Module):
     Args:
         spec: what to build. Parameters are created uninitialised (build under
             ``torch.device("meta")`` to allocate nothing) and named as in docs/architecture.md.
-        exact: row-invariant arithmetic; False takes torch's own kernels, which may sum in any order.
+        exact: row-invariant arithmetic; False takes torch's own kernels (any order of sums).
         kv_dtype: the format keys and values are rounded to before attention, in every forward,
             cached or not: it is part of the model's numerics.
         max_positions: positions the rope tables cover; default the spec's whole context.

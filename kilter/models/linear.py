@@ -28,7 +28,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def use_packed(self, weight: PackedWeight) -> None:
-        """Replaces the weight parameter by a packed one (inference only)."""
+        """Replaces the weight by a packed one (inference only)."""
         del self.weight
         self.weight = weight
 
@@ -54,7 +54,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype))
 
     def use_packed(self, weight: PackedWeight) -> None:
-        """Replaces the weight parameter by a packed one (inference only)."""
+        """Replaces the weight by a packed one (inference only)."""
         del self.weight
         self.weight = weight
 

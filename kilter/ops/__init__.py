@@ -37,11 +37,15 @@ class Ops:
 @functools.cache
 def exact_ops() -> Ops:
     """Row-invariant ops: compiled CPU kernels, Triton on CUDA, pure torch without a compiler."""
-    from kilter.ops import attention, embedding, linear, logprob, norm, rope
+    from kilter.ops.attention import attention
+    from kilter.ops.embedding import embed
+    from kilter.ops.linear import gated_linear, linear
+    from kilter.ops.logprob import argmax, log_softmax, token_logprobs
+    from kilter.ops.norm import rms_norm
+    from kilter.ops.rope import rope_qkv
 
-    return Ops("exact", linear.linear, linear.gated_linear, embedding.embed, norm.rms_norm,
-               rope.rope_qkv, attention.attention, logprob.log_softmax, logprob.token_logprobs,
-               logprob.argmax)
+    return Ops("exact", linear, gated_linear, embed, rms_norm, rope_qkv, attention, log_softmax,
+               token_logprobs, argmax)
 
 
 @functools.cache

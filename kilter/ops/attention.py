@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ _kernel = Kernel("kt_attention", _AttentionArgs)
 def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor, *,
               context_S: Tensor | None = None, page_table_SP: Tensor | None = None,
               page_size: int = 0, scale: float, window: int | None = None, max_seqlen: int = 0,
-              return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+              return_lse: bool = False) -> Any:
     """Softmax attention; query head h reads KV head h // (H / G).
 
     Args:

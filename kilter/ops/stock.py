@@ -6,6 +6,8 @@ Weights are plain tensors; index tensors are read on the host once per call.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,7 +89,7 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     bounds = cu_seqlens_S1.tolist()
     contexts = None if context_S is None else context_S.tolist()
     out_THd = torch.empty_like(q_THd)
-    for s, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for s, (start, end) in enumerate(itertools.pairwise(bounds)):
         length = end - start
         if page_table_SP is None or contexts is None:
             k_CGd, v_CGd, context = keys[start:end], values[start:end], length

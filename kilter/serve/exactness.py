@@ -19,8 +19,9 @@ from kilter.models.init import init_weights
 from kilter.models.linear import Embedding, Linear
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.ops.packed import pack
-from kilter.serve.executor import Executor, Sequence
+from kilter.serve.executor import Chunk, Executor
 from kilter.serve.pages import PagePool
+from kilter.serve.request import Request
 
 
 @torch.inference_mode()
@@ -40,21 +41,27 @@ def score_with_cache(executor: Executor, texts: SequenceOf[list[int]], chunk: in
                      ) -> list[Tensor]:
     """The same through the paged cache, up to ``chunk`` tokens of every text per step."""
     ops = executor.model.ops
-    seqs = [Sequence(list(text)) for text in texts]
+    requests = [Request(i, list(text), len(text)) for i, text in enumerate(texts)]
     scores: list[list[Tensor]] = [[] for _ in texts]
-    while work := [(i, seq, min(chunk, len(seq.tokens) - seq.computed))
-                   for i, seq in enumerate(seqs) if seq.computed < len(seq.tokens)]:
-        logits = executor.run([(seq, n) for _, seq, n in work], all_rows=True)
-        start = 0
-        for i, seq, n in work:
-            targets = torch.tensor(seq.tokens[seq.computed - n + 1:seq.computed + 1],
-                                   dtype=torch.int64)
-            scores[i].append(ops.token_logprobs(logits[start:start + len(targets)], targets))
-            start += n
-    for seq in seqs:
-        executor.release(seq)
+    while unfinished := [r for r in requests if r.computed < r.length]:
+        work = [next_chunk(executor.pool, r, chunk) for r in unfinished]
+        rows = executor.run(work).split([c.rows for c in work])
+        for (request, count, _), logits in zip(work, rows, strict=True):
+            request.computed += count
+            targets = torch.tensor(request.tokens[request.computed - count + 1:
+                                                  request.computed + 1], dtype=torch.int64)
+            scores[request.id].append(ops.token_logprobs(logits[:len(targets)], targets))
+    for request in requests:
+        executor.pool.release(request.pages)
     executor.pool.check_integrity()
     return [torch.cat(parts) for parts in scores]
+
+
+def next_chunk(pool: PagePool, request: Request, count: int) -> Chunk:
+    """A request's next tokens, at most ``count``, with pages for them, all logits wanted."""
+    count = min(count, request.length - request.computed)
+    pool.grow(request.pages, request.computed, request.computed + count)
+    return Chunk(request, count, count)
 
 
 def make_executor(model: Decoder, tokens: int, page_size: int = 16) -> Executor:

@@ -1,13 +1,16 @@
-"""Runs a model on the sequences the caller names, keys and values in a page pool.
+"""Runs a model on what the scheduler chose: tokens of requests, their pages in the pool.
 
-A step of single tokens (decode) runs the same kernels on the same buffers every time, so it is
-recorded once per batch size and then replayed as one call (see `kilter.ops.cpu.tape`).
+A step is first laid out as plain arrays (`Inputs`: the seam where the ranks of a tensor-parallel
+engine will receive it), then computed. A step of single tokens (decode) runs the same kernels on
+the same buffers every time, so on the CPU it is recorded once per batch size and then replayed as
+one call (see `kilter.ops.cpu.tape`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +20,41 @@ from kilter.models.batch import Batch, KVView
 from kilter.models.decoder import Decoder
 from kilter.ops.packed import PackedWeight
 from kilter.serve.pages import PagePool
+from kilter.serve.request import Request
 
-_TAPE_MAX_SEQS = 32  # past this Python's share of a step is small and buffers would be large
+_RECORDED_SEQS = 32  # past this Python's share of a step is small and the buffers would be large
+_RECORDED_SIZES = 8  # recordings kept at a time; each holds a step's activations
 
 
-@dataclass(eq=False)
-class Sequence:
-    """One text in the making: its tokens, how many of them have keys and values in the cache, and
-    the pages those lie in."""
+class Chunk(NamedTuple):
+    """A request's part in a step."""
 
-    tokens: list[int]
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    request: Request
+    size: int  # tokens to compute from ``request.computed`` on; their pages are allocated
+    rows: int  # of how many of them, from the last, logits are wanted
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One step as arrays."""
+
+    tokens_T: np.ndarray  # int64
+    positions_T: np.ndarray  # int32
+    cu_seqlens_S1: np.ndarray  # int32
+    context_S: np.ndarray  # int32
+    slots_T: np.ndarray  # int32
+    page_table_SP: np.ndarray  # int32
+    rows_N: np.ndarray | None  # int64 rows of T whose logits are wanted; None: all
 
 
 class Executor:
-    """A model, a page pool, and the one way to run them: `run`.
+    """A model and a page pool.
 
     Args:
         max_context: longest sequence that will be run, tokens; it sizes the page table's rows.
+
+    Raises:
+        ValueError: if the model was loaded for fewer positions.
     """
 
     def __init__(self, model: Decoder, pool: PagePool, max_context: int) -> None:
@@ -46,108 +65,109 @@ class Executor:
         self.pool = pool
         self.max_context = max_context
         self.device = pool.keys[0].device
-        self._table_width = pool.pages_for(max_context)
-        self._decodes: dict[int, _RecordedDecode] = {}
-        self._can_record = (model.exact and self.device.type == "cpu"
-                            and isinstance(model.embed.weight, PackedWeight))
+        self._recorded: dict[int, _RecordedDecode] = {}
 
     @torch.inference_mode()
-    def run(self, work: SequenceOf[tuple[Sequence, int]], all_rows: bool = False) -> Tensor:
-        """Computes the next ``n`` tokens of each sequence and returns logits, fp32.
-
-        Args:
-            work: (sequence, n >= 1) pairs. Pages are allocated as needed.
-            all_rows: logits of every computed token [T, V]; else of each sequence's last [S, V].
+    def run(self, work: Sequence[Chunk]) -> Tensor:
+        """Computes a step; requests are read, not changed.
 
         Returns:
-            A tensor that the next call may overwrite.
+            Logits of the wanted rows in order, float32 [N, V]. The next call may overwrite them.
 
         Raises:
-            OutOfPages: the pool cannot hold the new tokens; nothing was computed.
-            ValueError: a sequence longer than ``max_context`` or fewer than ``n`` tokens waiting.
+            ValueError: for a chunk beyond its request's tokens or pages, or ``max_context``.
         """
-        for seq, n in work:
-            end = seq.computed + n
-            if n < 1 or end > len(seq.tokens):
-                raise ValueError(f"{n} tokens were asked of a sequence with "
-                                 f"{len(seq.tokens) - seq.computed} waiting.")
-            if end > self.max_context:
-                raise ValueError(f"The sequence would be {end} tokens long but this executor holds "
-                                 f"{self.max_context}.")
-        self._allocate(work)
-        if self._can_record and len(work) <= _TAPE_MAX_SEQS and all(n == 1 for _, n in work):
-            logits = self._decode(work)
-        else:
-            logits = self._forward(work, all_rows)
-        for seq, n in work:
-            seq.computed += n
-        return logits
+        size = self.pool.page_size
+        for request, count, rows in work:
+            end = request.computed + count
+            if not (0 <= rows <= count and 1 <= count and end <= request.length):
+                raise ValueError(f"{count} tokens (and logits of {rows}) were asked of a request "
+                                 f"with {request.length - request.computed} to compute.")
+            if end > min(len(request.pages) * size, self.max_context):
+                raise ValueError(f"Request {request.id} would have {end} tokens computed, but it "
+                                 f"has {len(request.pages)} pages of {size} and the longest "
+                                 f"context is {self.max_context}.")
+        if (len(work) <= _RECORDED_SEQS and all(c.size == c.rows == 1 for c in work)
+                and self._can_record):
+            return self._decode([chunk.request for chunk in work])
+        return self.compute(self.lay_out(work))
 
-    def release(self, seq: Sequence) -> None:
-        """Gives a sequence's pages back and forgets what was computed."""
-        self.pool.release(seq.pages)
-        seq.pages = []
-        seq.computed = 0
-
-    def _allocate(self, work: SequenceOf[tuple[Sequence, int]]) -> None:
-        missing = [self.pool.pages_for(seq.computed + n) - len(seq.pages) for seq, n in work]
-        pages = self.pool.allocate(sum(missing))
-        for (seq, _), count in zip(work, missing, strict=True):
-            seq.pages.extend(pages[:count])
-            del pages[:count]
-
-    def _forward(self, work: SequenceOf[tuple[Sequence, int]], all_rows: bool) -> Tensor:
+    def lay_out(self, work: Sequence[Chunk]) -> Inputs:
+        """The step as arrays."""
         size = self.pool.page_size
         tokens: list[int] = []
-        positions, slots, cu = [], [], [0]
-        table_SP = np.zeros((len(work), max(len(seq.pages) for seq, _ in work)), dtype=np.int32)
-        for s, (seq, n) in enumerate(work):
-            tokens.extend(seq.tokens[seq.computed:seq.computed + n])
-            position = np.arange(seq.computed, seq.computed + n, dtype=np.int32)
-            pages = np.asarray(seq.pages, dtype=np.int32)
+        positions, slots, cu, contexts, rows = [], [], [0], [], []
+        table_SP = np.zeros((len(work), max(len(c.request.pages) for c in work)), dtype=np.int32)
+        for s, (request, count, wanted) in enumerate(work):
+            start, end = request.computed, request.computed + count
+            tokens += request.tokens[start:end]
+            position = np.arange(start, end, dtype=np.int32)
+            pages = np.asarray(request.pages, dtype=np.int32)
+            table_SP[s, :len(pages)] = pages
             positions.append(position)
             slots.append(pages[position // size] * size + position % size)
-            cu.append(cu[-1] + n)
-            table_SP[s, :len(pages)] = pages
+            contexts.append(end)
+            cu.append(cu[-1] + count)
+            rows.append(np.arange(cu[-1] - wanted, cu[-1]))
+        rows_N = np.concatenate(rows)
+        return Inputs(np.asarray(tokens, dtype=np.int64), np.concatenate(positions),
+                      np.asarray(cu, dtype=np.int32), np.asarray(contexts, dtype=np.int32),
+                      np.concatenate(slots), table_SP,
+                      None if len(rows_N) == len(tokens) else rows_N)
+
+    @torch.inference_mode()
+    def compute(self, inputs: Inputs) -> Tensor:
+        """Logits of a laid-out step, [N, V]."""
         put = self._put
+        pool = self.pool
         batch = Batch(
-            put(np.asarray(tokens, dtype=np.int64)), put(np.concatenate(positions)),
-            put(np.asarray(cu, dtype=np.int32)), max(n for _, n in work),
-            KVView(self.pool.keys, self.pool.values, size, put(table_SP),
-                   put(np.asarray([seq.computed + n for seq, n in work], dtype=np.int32)),
-                   put(np.concatenate(slots))))
+            put(inputs.tokens_T), put(inputs.positions_T), put(inputs.cu_seqlens_S1),
+            int(np.diff(inputs.cu_seqlens_S1).max()),
+            KVView(pool.keys, pool.values, pool.page_size, put(inputs.page_table_SP),
+                   put(inputs.context_S), put(inputs.slots_T)))
         x_TD = self.model.hidden(batch)
-        if not all_rows and len(tokens) > len(work):
-            x_TD = x_TD[batch.cu_seqlens_S1[1:].long() - 1]
+        if inputs.rows_N is not None:
+            x_TD = x_TD[put(inputs.rows_N)]
         return self.model.logits(x_TD)
+
+    def weights_changed(self) -> None:
+        """Forgets recordings, which point at the old weights."""
+        self._recorded.clear()
+
+    @property
+    def _can_record(self) -> bool:
+        return (self.model.exact and self.device.type == "cpu"
+                and isinstance(self.model.embed.weight, PackedWeight))
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _decode(self, work: SequenceOf[tuple[Sequence, int]]) -> Tensor:
-        recorded = self._decodes.get(len(work))
+    def _decode(self, requests: list[Request]) -> Tensor:
+        count = len(requests)
+        recorded = self._recorded.pop(count, None)
         if recorded is None:
-            recorded = self._decodes[len(work)] = _RecordedDecode(
-                self.model, self.pool, len(work), self._table_width)
-        return recorded.run([seq for seq, _ in work])
+            if len(self._recorded) >= _RECORDED_SIZES:
+                del self._recorded[next(iter(self._recorded))]  # the least recently used
+            recorded = _RecordedDecode(self.model, self.pool, count,
+                                       self.pool.pages_for(self.max_context))
+        self._recorded[count] = recorded
+        return recorded.run(requests)
 
 
 class _RecordedDecode:
-    """A decode step of a fixed number of sequences: input buffers, a tape, the logits buffer."""
+    """A decode step of a fixed number of requests: input buffers, a tape, the logits buffer."""
 
     def __init__(self, model: Decoder, pool: PagePool, seqs: int, table_width: int) -> None:
         from kilter.ops.cpu.tape import Tape
 
         self.model = model
         self.page_size = pool.page_size
+        kv = KVView(pool.keys, pool.values, pool.page_size,
+                    torch.zeros(seqs, table_width, dtype=torch.int32),
+                    torch.ones(seqs, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32))
         self.batch = Batch(
             torch.zeros(seqs, dtype=torch.int64), torch.zeros(seqs, dtype=torch.int32),
-            torch.arange(seqs + 1, dtype=torch.int32), 1,
-            KVView(pool.keys, pool.values, pool.page_size,
-                   torch.zeros(seqs, table_width, dtype=torch.int32),
-                   torch.ones(seqs, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32)))
-        kv = self.batch.kv
-        assert kv is not None
+            torch.arange(seqs + 1, dtype=torch.int32), 1, kv)
         self.tokens_S = self.batch.tokens_T.numpy()
         self.positions_S = self.batch.positions_T.numpy()
         self.table_SP = kv.page_table_SP.numpy()
@@ -156,15 +176,15 @@ class _RecordedDecode:
         self.tape = Tape()
         self.logits: Tensor | None = None
 
-    def run(self, seqs: list[Sequence]) -> Tensor:
+    def run(self, requests: list[Request]) -> Tensor:
         size = self.page_size
-        for s, seq in enumerate(seqs):
-            position = seq.computed
-            self.tokens_S[s] = seq.tokens[position]
+        for s, request in enumerate(requests):
+            position, pages = request.computed, request.pages
+            self.tokens_S[s] = request.tokens[position]
             self.positions_S[s] = position
             self.context_S[s] = position + 1
-            self.slots_S[s] = seq.pages[position // size] * size + position % size
-            self.table_SP[s, :len(seq.pages)] = seq.pages
+            self.slots_S[s] = pages[position // size] * size + position % size
+            self.table_SP[s, :len(pages)] = pages
         if self.logits is None:
             # The first step is computed for real while it is recorded.
             with self.tape.record():

@@ -1,4 +1,4 @@
-"""From a model's name or path to a `Generator` that answers."""
+"""From a model's path to an engine that answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from kilter.serve.generate import Generator
+from kilter.serve.engine import Engine, EngineConfig
+from kilter.serve.scheduler import Policy, SchedulerConfig
 from kilter.tokens import Tokenizer
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.gguf import GGUFFile
@@ -16,16 +17,18 @@ from kilter.weights.load import Storage, load_decoder
 _DEFAULT_CONTEXT = 8192  # tokens; longer contexts are asked for, since their cache costs memory
 
 
-def load_generator(path: Path, *, storage: Storage = "auto", device: str = "cpu",
-                   exact: bool = True, kv_dtype: torch.dtype = torch.float32,
-                   context: int | None = None, max_running: int = 16,
-                   progress: Callable[[int, int], None] | None = None) -> Generator:
+def load_engine(path: Path, *, storage: Storage = "auto", device: str = "cpu", exact: bool = True,
+                kv_dtype: torch.dtype = torch.float32, context: int | None = None,
+                kv_tokens: int | None = None, page_size: int = 16, max_running: int = 64,
+                policy: Policy = "fcfs", progress: Callable[[int, int], None] | None = None
+                ) -> Engine:
     """Opens, checks and loads a model and its tokenizer.
 
     Args:
         path: a folder or a .gguf file (see `kilter.weights.pull.resolve` for names).
-        context: tokens a request may reach; default the model's, at most 8192.
-        max_running: requests that decode together; the cache holds this many full contexts.
+        context: longest prompt plus answer, tokens; default the model's, at most 8192.
+        kv_tokens: tokens the KV cache holds over all requests; default four contexts, fewer if
+            fewer requests may run.
         progress: called with (tensors done, tensors in all).
 
     Raises:
@@ -39,11 +42,14 @@ def load_generator(path: Path, *, storage: Storage = "auto", device: str = "cpu"
     if not 2 <= context <= spec.max_positions:
         raise ValueError(f"A context of {context} tokens was asked for, but it must be from 2 to "
                          f"this model's {spec.max_positions}.")
+    config = EngineConfig(
+        kv_tokens=kv_tokens or context * min(max_running, 4), page_size=page_size,
+        max_context=context, eos_token_ids=source.eos_token_ids,
+        scheduler=SchedulerConfig(max_running=max_running, policy=policy))
     tokenizer = open_tokenizer(source)
     model = load_decoder(source, storage=storage, device=device, exact=exact, kv_dtype=kv_dtype,
                          max_positions=context, progress=progress)
-    return Generator(model, tokenizer, kv_tokens=context * max_running, max_context=context,
-                     max_running=max_running, eos_token_ids=source.eos_token_ids)
+    return Engine(model, tokenizer, config)
 
 
 def open_tokenizer(source: ModelSource) -> Tokenizer:
@@ -52,3 +58,11 @@ def open_tokenizer(source: ModelSource) -> Tokenizer:
             source.path.is_file() or not (source.folder / "tokenizer.json").is_file()):
         return Tokenizer.from_gguf_metadata(source.store.metadata)
     return Tokenizer.from_folder(source.folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a GGUF folder's tokenizer as tokenizer.json beside it: that loads several times
+    faster than the header's description is rebuilt. Folders that have one are left alone."""
+    source = open_model(folder)
+    if isinstance(source.store, GGUFFile) and not (folder / "tokenizer.json").is_file():
+        Tokenizer.from_gguf_metadata(source.store.metadata).save(folder)

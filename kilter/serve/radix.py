@@ -27,6 +27,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 from typing import NamedTuple
 
 from kilter.serve.pages import OutOfPages, Pages
@@ -204,8 +205,8 @@ class RadixTree:
                 assert len(node.pages) == -(-len(run) // self._page_bytes) > 0
                 assert len(run) % self._page_bytes == 0 or not node.children
                 assert node.order == sorted(node.children), "children out of order"
-                assert not any(b.startswith(a) for a, b in zip(
-                    node.order, node.order[1:], strict=False)), "a child is another's prefix"
+                assert not any(b.startswith(a) for a, b in pairwise(node.order)), (
+                    "a child is another's prefix")
                 held = [self.pages.is_held(page) for page in parent.pages[-1:] + node.pages]
                 assert held == sorted(held, reverse=True), "a page is held but not its ancestors"
                 assert node.queued or node.children or held[-1], "an evictable leaf is not queued"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+
+from kilter.serve.radix import token_key
 
 
 class Status(enum.Enum):
@@ -25,33 +26,47 @@ class Request:
 
     Attributes:
         id: arrival number; a lower one is older.
-        tokens: prompt and answer so far; ``length`` is their number.
-        prompt_length: how many of them are the prompt.
+        tokens: prompt and answer so far; ``length`` is their number. Grown by `append` only.
         max_length: the answer ends when there are this many tokens.
         namespace: cached prefixes are shared within one (weights, adapter, salt).
         priority: higher is served first by the priority policy.
-        use_cache: False computes every prompt token (their log-probabilities are wanted).
+        reuse: whether it may start from a cached prefix (not where the log-probabilities of its
+            prompt are wanted: those have to be computed).
+        share: whether what it computes may enter the prefix cache.
+        prompt_length: how many of the tokens are the prompt.
         cached: tokens whose keys and values were found at the last admission.
         computed: tokens whose keys and values are in ``pages``.
         pages: page ids in order of position; held by this request.
-        handle: the locked end of its path in the radix tree.
-        waited: scheduling steps it has been passed over, since it came or was preempted.
+        since: the scheduler's step at which it began to wait.
     """
 
     id: int
     tokens: list[int]
-    prompt_length: int
     max_length: int
     namespace: Hashable = None
     priority: int = 0
-    use_cache: bool = True
+    reuse: bool = True
+    share: bool = True
+    prompt_length: int = 0
     cached: int = 0
     computed: int = 0
     pages: list[int] = field(default_factory=list)
-    handle: Any = None
     status: Status = Status.WAITING
-    waited: int = 0
+    since: int = 0
     preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_length = self.prompt_length or len(self.tokens)
+        self._key = bytearray(token_key(self.tokens))
+
+    def append(self, token: int) -> None:
+        """Adds a token of the answer."""
+        self.tokens.append(token)
+        self._key += token.to_bytes(4, "little")
+
+    def key(self, length: int | None = None) -> bytes:
+        """The first ``length`` tokens (default all) as the radix tree compares them."""
+        return bytes(self._key if length is None else self._key[:4 * length])
 
     @property
     def length(self) -> int:
@@ -61,8 +76,3 @@ class Request:
     def generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def remaining(self) -> int:
-        """Most tokens the answer can still get."""
-        return self.max_length - len(self.tokens)

@@ -1,123 +1,367 @@
 """From logits to a token, by each request's own settings.
 
-A row's choice depends on its logits, its settings and (seed, step) alone: random numbers are
-counter-based (Philox), so neighbours, batching and restarts cannot change them.
+A request's `SamplingState` and its row of logits decide, in this order:
+
+    raw logits   logit_bias, repetition penalty, frequency and presence penalty,
+                 then what may not be chosen: the grammar's mask, end tokens before min_tokens
+    greedy       the largest logit, the lowest id of equal ones
+    else         temperature, top-k, top-p, min-p, then one token by the stream's next number
+
+A choice depends on the row, the settings, the tokens so far and (seed, step) alone: every row is
+computed by itself, and random numbers are counter-based (Philox), so neighbours, batching and
+restarts cannot change it. Reported log-probabilities are the model's own, of the raw logits.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-_GREEDY_BELOW = 1e-5  # temperatures under this are taken as zero
+from kilter.ops import Ops
+from kilter.serve.params import BeamParams, GrammarSpec, SamplingParams
+
+__all__ = ["BeamParams", "Choice", "GrammarSpec", "SamplingError", "SamplingParams",
+           "SamplingState", "best_answers", "choose", "sample", "sampling_distribution",
+           "score_tokens", "stream_key", "uniform"]
+
+_SORTED_AT_ONCE = 512  # the nucleus is narrowed down to so many candidates before any are sorted
+
+
+class SamplingError(ValueError):
+    """No token can be chosen for this request; others are not affected."""
+
+
+class TokenMask(Protocol):
+    """What sampling asks of a grammar's state (`kilter.serve.grammar.GrammarState`). Both raise
+    ValueError where the grammar cannot be followed."""
+
+    def mask(self, logits_V: np.ndarray) -> None: ...
+    def accept(self, token: int) -> None: ...
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when it ends.
+class Choice:
+    """A token and, where they were asked for, log-probabilities under the model's own
+    distribution: its own and the likeliest ones', (id, log-probability), equal ones by lower id."""
 
-    Raises:
-        ValueError: listing every setting that is out of range.
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SamplingState:
+    """One answer in the making, as sampling sees it. Preemption does not touch it, and it is a
+    function of (settings, tokens, seed): made anew from them it is the same.
+
+    Args:
+        prompt_ids: the prompt; read for the repetition penalty alone.
+        end_ids: the model's end tokens.
+        index: which of the request's answers this is (of n or best_of).
+        seed: in place of ``params.seed``; a fresh one if both are None.
+        grammar: kept in step with the tokens from here on.
+        output_ids: tokens that were already chosen (the grammar has accepted them).
     """
 
-    max_tokens: int = 256
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # keep the k likeliest; 0: all
-    top_p: float = 1.0  # keep the smallest set with at least this probability (1904.09751)
-    min_p: float = 0.0  # drop tokens under this fraction of the likeliest one's (2407.01082)
-    seed: int | None = None  # None: a fresh one per request
-    stop: tuple[str, ...] = ()  # text that ends the answer and is left out of it
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: bool = False  # report the model's log-probability of each chosen token
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] = (), *,
+                 end_ids: Iterable[int] = (), index: int = 0, seed: int | None = None,
+                 grammar: TokenMask | None = None, output_ids: Sequence[int] = ()) -> None:
+        self.params = params
+        self.seed = next((s for s in (seed, params.seed) if s is not None),
+                         secrets.randbits(64))
+        self.grammar = grammar
+        self.generated = len(output_ids)
+        self._key = stream_key(self.seed, index)
+        self._ends = np.array(sorted({*end_ids, *params.stop_token_ids}), dtype=np.int64)
+        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._history = None
+        if params.penalised:
+            seen = prompt_ids if params.repetition_penalty != 1 else ()
+            self._history = _TokenCounts(seen)
+            for token in output_ids:
+                self._history.add(token)
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.max_tokens < 0:
-            problems.append(f"max_tokens is {self.max_tokens} but cannot be negative")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            problems.append(f"temperature is {self.temperature} but must be a finite number, 0 or "
-                            f"more")
-        if self.top_k < 0:
-            problems.append(f"top_k is {self.top_k} but must be 0 (off) or more")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {self.top_p} but must be in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            problems.append(f"min_p is {self.min_p} but must be in [0, 1]")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            problems.append(f"seed is {self.seed} but must be in [0, 2**64)")
-        if any(not s for s in self.stop):
-            problems.append("a stop string is empty")
-        if problems:
-            raise ValueError("These sampling settings cannot be used: " + "; ".join(problems) + ".")
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token.
+
+        Raises:
+            SamplingError: if the grammar cannot be followed any further; the token counts.
+        """
+        self.generated += 1
+        if self._history is not None:
+            self._history.add(token)
+        if self.grammar is not None:
+            try:
+                self.grammar.accept(token)
+            except ValueError as error:
+                raise SamplingError(str(error)) from error
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+    def untouched(self) -> bool:
+        """Whether the next choice is made from the raw logits."""
+        return (self._history is None and self.grammar is None and not self._bias_ids.size
+                and self.generated >= self.params.min_tokens)
+
+    def processed(self, logits_V: np.ndarray) -> np.ndarray:
+        """The float32 row after biases, penalties and masks; the given one is not changed.
+
+        Raises:
+            SamplingError: if the grammar cannot be followed any further.
+        """
+        if self.untouched:
+            return logits_V
+        row_V = logits_V.copy()
+        row_V[self._bias_ids] += self._bias
+        if self._history is not None:
+            self._history.penalise(row_V, self.params)
+        if self.grammar is not None:
+            try:
+                self.grammar.mask(row_V)
+            except ValueError as error:
+                raise SamplingError(str(error)) from error
+        if self.generated < self.params.min_tokens and self._ends.size:
+            ends = row_V[self._ends]
+            row_V[self._ends] = -np.inf
+            if self.grammar is not None and row_V.max() == -np.inf:
+                row_V[self._ends] = ends  # a grammar that can only end does, however early
+        return row_V
+
+    def choose(self, logits_V: np.ndarray) -> int:
+        """The next token, from a float32 row of raw logits.
+
+        Raises:
+            SamplingError: if nothing may be chosen, or the logits are broken.
+        """
+        return sample(self.processed(logits_V), self.params, self._key, self.generated)
+
+
+class _TokenCounts:
+    """How often each token came, kept up to date one token at a time, in arrays that index a row
+    of logits. Tokens of the prompt are there with a count of zero."""
+
+    def __init__(self, seen: Sequence[int]) -> None:
+        ids = np.unique(np.asarray(seen, dtype=np.int64))
+        self._size = ids.size
+        self._ids = np.concatenate((ids, np.zeros(64, dtype=np.int64)))
+        self._counts = np.zeros(self._ids.size, dtype=np.float32)
+        self._place = {int(token): i for i, token in enumerate(ids)}
+
+    def add(self, token: int) -> None:
+        place = self._place.setdefault(token, self._size)
+        if place == self._size:
+            if place == self._ids.size:
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._ids[place] = token
+            self._size += 1
+        self._counts[place] += 1
+
+    def penalise(self, row_V: np.ndarray, params: SamplingParams) -> None:
+        ids, counts = self._ids[:self._size], self._counts[:self._size]
+        values = row_V[ids]
+        if (penalty := params.repetition_penalty) != 1:
+            values = np.where(values > 0, values / penalty, values * penalty)
+        values -= counts * params.frequency_penalty
+        values -= (counts > 0) * np.float32(params.presence_penalty)
+        row_V[ids] = values
+
+
+# ---- a step of many requests ----
+
+def choose(logits_SV: Tensor, states: Sequence[SamplingState], ops: Ops
+           ) -> list[Choice | SamplingError]:
+    """The next token of each request. No state is changed: call ``accept`` for tokens you keep.
+
+    Args:
+        logits_SV: raw float32 logits, on any device; not changed.
+        ops: `ops.argmax` chooses for greedy requests that ask for nothing else; log-probabilities
+            come from `ops.token_logprobs` and `ops.log_softmax`.
+
+    Returns:
+        For each request a choice, or the error that ends this request alone.
+    """
+    results: dict[int, Choice | SamplingError] = {}
+    plain = [s for s, state in enumerate(states) if state.params.greedy and state.untouched]
+    if plain:
+        tokens_S = ops.argmax(logits_SV)
+        tokens = tokens_S.tolist()
+        largest = logits_SV.gather(1, tokens_S[:, None])[:, 0].tolist()
+        for s in plain:
+            results[s] = Choice(tokens[s]) if math.isfinite(largest[s]) else _broken(largest[s])
+    others = sorted(set(range(len(states))).difference(plain))
+    if others:
+        rows = _rows(logits_SV, others).cpu().numpy()
+        for row_V, s in zip(rows, others, strict=True):
+            try:
+                results[s] = Choice(states[s].choose(row_V))
+            except SamplingError as error:
+                results[s] = error
+    # Alternatives need the whole distribution, which is not computed for the other requests.
+    asking: dict[bool, list[tuple[int, Choice, int]]] = {False: [], True: []}
+    for s, state in enumerate(states):
+        result = results[s]
+        if state.params.logprobs is not None and isinstance(result, Choice):
+            asking[state.params.logprobs > 0].append((s, result, state.params.logprobs))
+    for group in filter(None, asking.values()):
+        index, choices, tops = zip(*group, strict=True)
+        scored = score_tokens(_rows(logits_SV, list(index)), [c.token_id for c in choices], tops,
+                              ops)
+        for s, choice in zip(index, scored, strict=True):
+            results[s] = choice
+    return [results[s] for s in range(len(states))]
+
+
+def score_tokens(logits_TV: Tensor, tokens: Sequence[int], tops: Sequence[int], ops: Ops
+                 ) -> list[Choice]:
+    """Tokens with their log-probabilities and those of the ``tops[t]`` likeliest: for chosen tokens
+    and, with the rows of a prompt's positions and its next tokens, for prompt_logprobs.
+
+    Args:
+        logits_TV: raw float32 logits; row t is the distribution that token t is from.
+    """
+    tokens_T = torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device)
+    if not any(tops):
+        logprobs = ops.token_logprobs(logits_TV, tokens_T).tolist()
+        return [Choice(token, p) for token, p in zip(tokens, logprobs, strict=True)]
+    logprobs_TV = ops.log_softmax(logits_TV).cpu().numpy()  # the same bits as token_logprobs
+    results = []
+    for row_V, logits_V, token, top in zip(logprobs_TV, logits_TV.cpu().numpy(), tokens, tops,
+                                           strict=True):
+        ids = _likeliest(logits_V, top)
+        ids = ids[np.argsort(-logits_V[ids], kind="stable")]
+        results.append(Choice(token, float(row_V[token]),
+                              tuple(zip(ids.tolist(), row_V[ids].tolist(), strict=True))))
+    return results
+
+
+def best_answers(logprobs: Sequence[float], lengths: Sequence[int], n: int) -> list[int]:
+    """Which n of best_of answers to give: those of the highest log-probability per token, best
+    first, equal ones in order.
+
+    Args:
+        logprobs: each answer's summed log-probability; lengths: its tokens.
+    """
+    means = [total / max(length, 1) for total, length in zip(logprobs, lengths, strict=True)]
+    return sorted(range(len(means)), key=lambda i: -means[i])[:n]
+
+
+def _rows(logits_SV: Tensor, index: list[int]) -> Tensor:
+    if len(index) == logits_SV.shape[0]:
+        return logits_SV
+    return logits_SV[torch.tensor(index, device=logits_SV.device)]
+
+
+# ---- one row ----
+
+def stream_key(seed: int, index: int) -> int:
+    """The key of the random stream of a request's answer ``index``: seed + index · 2**64, so no two
+    answers of any requests with different seeds share one, and answer 0 is that of n = 1."""
+    return seed + (index << 64)
 
 
 def uniform(seed: int, step: int) -> float:
-    """The step-th number in [0, 1) of a seed's stream (Philox4x64, counter = step)."""
+    """The step-th number in [0, 1) of a seed's stream (Philox4x64, key = seed, up to 128 bits,
+    counter = step)."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
 
 
-def sampling_distribution(logits_V: np.ndarray, params: SamplingParams
-                          ) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids, probabilities summing to 1): temperature, then top-k, top-p and min-p.
-
-    Ids come likeliest first (equal logits by lower id) where a filter needed them sorted, else in
-    id order. A greedy setting gives one token.
+def sample(logits_V: np.ndarray, params: SamplingParams, seed: int, step: int) -> int:
+    """One token of a row: inverse transform, in id order, of the seed's step-th number.
 
     Raises:
-        ValueError: if the logits hold NaN or no finite value.
+        SamplingError: if the logits hold NaN or no finite value.
     """
-    top = logits_V.max()
-    if not np.isfinite(top):
-        raise ValueError(f"The logits hold no finite maximum (it is {top}); the model's weights or "
-                         f"its input are broken.")
-    if params.greedy:
-        return np.array([int(logits_V.argmax())]), np.ones(1)
-    scaled_V = (logits_V.astype(np.float64) - float(top)) / params.temperature
-    ids = np.arange(logits_V.shape[0])
-    if 0 < params.top_k < ids.size:
-        ids = _likeliest(scaled_V, ids, params.top_k)
-    weights = np.exp(scaled_V[ids])
-    if params.top_p < 1:
-        ids, weights = _nucleus(scaled_V, ids, params.top_p * weights.sum())
-    if params.min_p > 0:
-        keep = weights >= params.min_p  # the likeliest has weight exp(0) = 1
-        ids, weights = ids[keep], weights[keep]
-    return ids, weights / weights.sum()
-
-
-def _likeliest(scaled_V: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
-    """The ``count`` likeliest of ``ids``, sorted; equal ones by lower id."""
-    if count < ids.size:
-        values = scaled_V[ids]
-        bound = np.partition(values, -count)[-count]
-        ids = np.sort(ids[values >= bound])  # every tie of the last place is still here
-    return ids[np.argsort(-scaled_V[ids], kind="stable")][:count]
-
-
-def _nucleus(scaled_V: np.ndarray, ids: np.ndarray, mass: float) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest ids that together reach ``mass``, and their weights. A short sorted head
-    is tried first: sorting a whole vocabulary costs milliseconds."""
-    for count in (min(512, ids.size), ids.size):
-        head = _likeliest(scaled_V, ids, count)
-        weights = np.exp(scaled_V[head])
-        reached = int(np.searchsorted(np.cumsum(weights), mass))
-        if reached < count:
-            break
-    keep = min(reached + 1, count)
-    return head[:keep], weights[:keep]
-
-
-def sample(logits_V: np.ndarray, params: SamplingParams, seed: int, step: int) -> int:
-    """One token of a row: inverse transform of the seed's step-th random number."""
     ids, probs = sampling_distribution(logits_V, params)
     if ids.size == 1:
         return int(ids[0])
     index = int(np.searchsorted(np.cumsum(probs), uniform(seed, step), side="right"))
     return int(ids[min(index, ids.size - 1)])
+
+
+def sampling_distribution(logits_V: np.ndarray, params: SamplingParams
+                          ) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids in ascending order, probabilities summing to 1): temperature, then top-k, top-p
+    and min-p. A greedy setting gives one token.
+
+    Raises:
+        SamplingError: if the logits hold NaN or no finite value.
+    """
+    top = logits_V.max()
+    if not np.isfinite(top):
+        raise _broken(float(top))
+    if params.greedy:
+        return np.array([int(logits_V.argmax())]), np.ones(1)
+    ids = None  # all
+    if 0 < params.top_k < logits_V.size:
+        ids = _likeliest(logits_V, params.top_k)
+    values = logits_V if ids is None else logits_V[ids]
+    weights = np.subtract(values, top, dtype=np.float64)
+    weights /= params.temperature
+    np.exp(weights, out=weights)  # the likeliest has weight 1
+    if params.top_p < 1:
+        kept = _nucleus(values, weights, params.top_p * weights.sum())
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    if params.min_p > 0:
+        kept = np.flatnonzero(weights >= params.min_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    weights /= weights.sum()
+    return np.arange(logits_V.size) if ids is None else ids, weights
+
+
+def _broken(top: float) -> SamplingError:
+    return SamplingError(
+        f"The logits hold no finite maximum (it is {top}): the model's weights or its input are "
+        f"broken, or the grammar and the settings together allow no token.")
+
+
+def _likeliest(values: np.ndarray, count: int) -> np.ndarray:
+    """Where the ``count`` largest values are, ascending; of equal ones the first."""
+    if count >= values.size:
+        return np.arange(values.size)
+    if count == 0:
+        return np.arange(0)
+    bound = np.partition(values, -count)[-count]
+    above = np.flatnonzero(values > bound)
+    ties = np.flatnonzero(values == bound)[:count - above.size]
+    return np.sort(np.concatenate((above, ties)))
+
+
+def _nucleus(values: np.ndarray, weights: np.ndarray, mass: float) -> np.ndarray:
+    """Where the fewest largest values are whose weights reach ``mass``, ascending; of equal values
+    the first.
+
+    A whole vocabulary takes milliseconds to sort, so the last value that is kept is found by
+    halving: of the candidates, those above the median are in if they fall short of the mass, and
+    the others out if they do not.
+    """
+    inside = []
+    pool = np.arange(values.size)
+    while pool.size > _SORTED_AT_ONCE:
+        part = values[pool]
+        median = np.partition(part, part.size // 2)[part.size // 2]
+        above, ties = pool[part > median], pool[part == median]
+        high = weights[above].sum()
+        if high >= mass:
+            pool = above
+            continue
+        inside.append(above)
+        mass -= high
+        needed = mass / weights[ties[0]] if weights[ties[0]] > 0 else np.inf
+        if needed <= ties.size:
+            inside.append(ties[:int(np.ceil(needed))])
+            break
+        inside.append(ties)
+        mass -= weights[ties].sum()
+        pool = pool[part < median]
+    else:
+        order = np.argsort(-values[pool], kind="stable")
+        reached = int(np.searchsorted(np.cumsum(weights[pool[order]]), mass))
+        inside.append(pool[order[:reached + 1]])
+    return np.sort(np.concatenate(inside))

@@ -15,11 +15,8 @@ from kilter.verbs.model_options import (
 )
 
 if TYPE_CHECKING:
-    from kilter.serve.executor import Sequence
-    from kilter.serve.generate import Generator
-    from kilter.serve.sampler import SamplingParams
-
-HELP = "talk with a model, streaming"
+    from kilter.serve.engine import Engine
+    from kilter.serve.params import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,20 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kilter.serve.executor import Sequence
-
     started = time.perf_counter()
     params = sampling_params(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    generator = load(args, max_running=1)
+    engine = load(args, max_running=1)
     loaded = time.perf_counter()
     messages: list[dict[str, Any]] = []
     if args.system is not None:
         messages.append({"role": "system", "content": args.system})
-    session = Sequence([])
     if prompt is not None:
         messages.append({"role": "user", "content": prompt})
-        _, first, count = _answer(generator, session, messages, params)
+        _, first, count = _answer(engine, messages, params)
         if args.timing:
             end = time.perf_counter()
             print(f"load {loaded - started:.2f} s, first token {first - loaded:.2f} s, then "
@@ -63,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         messages.append({"role": "user", "content": line})
         try:
-            text, _, _ = _answer(generator, session, messages, params)
+            text, _, _ = _answer(engine, messages, params)
         except ValueError as error:  # this turn cannot be answered; the talk goes on without it
             print(f"kilter: {error}", file=sys.stderr)
             messages.pop()
@@ -71,16 +65,20 @@ def run(args: argparse.Namespace) -> int:
         messages.append({"role": "assistant", "content": text})
 
 
-def _answer(generator: Generator, session: Sequence, messages: list[dict[str, Any]],
-            params: SamplingParams) -> tuple[str, float, int]:
-    """Streams the answer; returns (text, time of the first token, tokens)."""
-    ids = generator.tokenizer.encode_chat(messages)
+def _answer(engine: Engine, messages: list[dict[str, Any]], params: SamplingParams
+            ) -> tuple[str, float, int]:
+    """Streams the answer; returns (text, time of the first token, tokens). The turns before are
+    in the engine's prefix cache."""
+    number = engine.submit(engine.tokenizer.encode_chat(messages), params)
     text, first, count = "", 0.0, 0
-    for step in generator.stream([ids], params, session):
-        if count == 0:
-            first = time.perf_counter()
-        count += 1
-        text += step.text
-        print(step.text, end="", flush=True)
+    try:
+        while engine.busy:
+            for delta in engine.step():
+                first = first or time.perf_counter()
+                count += len(delta.choices)
+                text += delta.text
+                print(delta.text, end="", flush=True)
+    finally:
+        engine.abort(number)
     print()
     return text, first, count

@@ -6,15 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from kilter.report.progress import progress
 from kilter.verbs.model_options import (
     add_model_arguments,
     add_sampling_arguments,
     load,
     sampling_params,
 )
-
-HELP = "continue prompts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,21 +38,33 @@ def run(args: argparse.Namespace) -> int:
         prompts += [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line]
     if not prompts:
         raise ValueError("There is nothing to continue: give -p TEXT or --prompts FILE.")
-    generator = load(args, max_running=min(16, len(prompts)))
-    ids = [generator.tokenizer.encode(prompt) for prompt in prompts]
+    engine = load(args, max_running=min(64, len(prompts)))
+    ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    order = {engine.submit(tokens, params): i for i, tokens in enumerate(ids)}
     if len(prompts) == 1 and not args.json:
         print(prompts[0], end="", flush=True)
-        for step in generator.stream(ids, params):
-            print(step.text, end="", flush=True)
+        while engine.busy:
+            for delta in engine.step():
+                print(delta.text, end="", flush=True)
         print()
         return 0
-    for prompt, done in zip(prompts, generator.generate(ids, params), strict=True):
-        if args.json:
-            record = {"prompt": prompt, "text": done.text, "finish_reason": done.finish_reason,
-                      "prompt_tokens": len(done.prompt_ids), "token_ids": done.token_ids}
-            if args.logprobs:
-                record["logprobs"] = done.logprobs
-            print(json.dumps(record, ensure_ascii=False), flush=True)
-        else:
-            print(f"{prompt}{done.text}\n", flush=True)
+    records: list[dict[str, Any]] = [{"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens),
+                "token_ids": [], "logprobs": []}
+               for prompt, tokens in zip(prompts, ids, strict=True)]
+    with progress("Generating") as update:
+        done = 0
+        while engine.busy:
+            for delta in engine.step():
+                record = records[order[delta.request]]
+                record["text"] += delta.text
+                record["token_ids"] += [choice.token_id for choice in delta.choices]
+                record["logprobs"] += [choice.logprob for choice in delta.choices]
+                record["finish_reason"] = delta.finish_reason
+                done += delta.finish_reason is not None
+            update(done, len(prompts))
+    for record in records:
+        if not args.logprobs:
+            del record["logprobs"]
+        print(json.dumps(record, ensure_ascii=False) if args.json
+              else f"{record['prompt']}{record['text']}\n", flush=True)
     return 0

@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kilter.serve.generate import Generator
-    from kilter.serve.sampler import SamplingParams
+    from kilter.serve.engine import Engine
+    from kilter.serve.params import SamplingParams
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,21 +45,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(args: argparse.Namespace, logprobs: bool = False) -> SamplingParams:
     """Raises ValueError listing every setting out of range."""
-    from kilter.serve.sampler import SamplingParams
+    from kilter.serve.params import SamplingParams
 
     return SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k,
         top_p=args.top_p, min_p=args.min_p, seed=args.seed, stop=tuple(args.stop),
-        logprobs=logprobs)
+        logprobs=0 if logprobs else None)
 
 
-def load(args: argparse.Namespace, max_running: int) -> Generator:
+def load(args: argparse.Namespace, max_running: int) -> Engine:
     """Loads the model with a progress bar on stderr (shown on a terminal only)."""
     import torch
 
     from kilter.ops.cpu import library
     from kilter.report.progress import progress
-    from kilter.serve.load import load_generator
+    from kilter.serve.load import load_engine
     from kilter.weights.pull import resolve
 
     if args.threads is not None:
@@ -75,6 +75,6 @@ def load(args: argparse.Namespace, max_running: int) -> Generator:
     kv_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.kv]
     path = resolve(args.model)
     with progress("Loading weights") as advance:
-        return load_generator(path, storage=args.weights, device=args.device, exact=not args.fast,
+        return load_engine(path, storage=args.weights, device=args.device, exact=not args.fast,
                               kv_dtype=kv_dtype, context=args.context, max_running=max_running,
                               progress=advance)

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kilter.serve.load import write_tokenizer
     from kilter.weights.pull import CATALOGUE, folder_of, pull
 
     if args.list:
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     if not there:
         print(f"Pulling {args.name} ({about}).", flush=True)
     with progress("start", in_bytes=True) as update:
-        folder = pull(args.name, progress=lambda stage, done, total: update(done, total, stage))
+        folder = pull(args.name, progress=lambda stage, done, total: update(done, total, stage),
+                      after=write_tokenizer)
     print(f"{args.name} {'was already' if there else 'is'} in {folder} ({_size_of(folder)}).")
     return 0
 

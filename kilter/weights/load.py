@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kilter.models.decoder import Decoder
 from kilter.models.linear import Embedding, Linear
-from kilter.ops.packed import QuantTensor, pack
+from kilter.ops.packed import PackedWeight, QuantTensor, pack
 from kilter.weights.bridge import ModelSource
 
 Storage = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -41,21 +41,63 @@ def load_decoder(source: ModelSource, *, storage: Storage = "auto",
         model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, max_positions=max_positions)
     names = [name for name, _ in model.named_parameters()]
     for done, name in enumerate(names):
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        value = source.read(name)
-        if leaf == "weight" and isinstance(module, Linear | Embedding):
-            if packed:
-                gated = isinstance(module, Linear) and module.gated
-                module.use_packed(pack(value, storage, gated=gated))
-            else:
-                dtype = _plain_dtype(value, storage, device)
-                setattr(module, leaf, _frozen(_dense(value).to(device, dtype)))
-        else:
-            setattr(module, leaf, _frozen(_dense(value).to(device, torch.float32)))
+        _put(model, name, source.read(name), storage, device)
         if progress is not None:
             progress(done + 1, len(names))
     return model.eval()
+
+
+def replace_weights(model: Decoder, weights: ModelSource | Mapping[str, Tensor],
+                    storage: Storage = "auto") -> None:
+    """Puts other weights of the same architecture into a loaded model.
+
+    Args:
+        weights: a source, or tensors by our parameter names, all or some of them.
+
+    Raises:
+        ValueError: for a name or shape that is not the model's, all listed; nothing was changed.
+    """
+    shapes = parameter_shapes(model)
+    if isinstance(weights, ModelSource):
+        found = {name: weights.info(name).shape for name in weights.names()}
+    else:
+        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    problems = [f"{name} {list(shape)} is not a parameter of this model" if name not in shapes
+                else f"{name} has shape {list(shape)} but the model's is {list(shapes[name])}"
+                for name, shape in found.items() if shapes.get(name) != shape]
+    if problems:
+        raise ValueError(f"These weights do not fit the model: {'; '.join(problems)}.")
+    device = model.norm.weight.device
+    for name in found:
+        value = weights.read(name) if isinstance(weights, ModelSource) else weights[name].detach()
+        _put(model, name, value, storage, device)
+
+
+def parameter_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights by name, packed ones included."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear | Embedding) and isinstance(module.weight, PackedWeight):
+            shapes[f"{path}.weight"] = tuple(module.weight.shape)
+    return shapes
+
+
+def _put(model: Decoder, name: str, value: Tensor | QuantTensor, storage: Storage,
+         device: torch.device) -> None:
+    """Stores a weight the way this model holds it."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf == "weight" and isinstance(module, Linear | Embedding):
+        if model.exact and device.type == "cpu":
+            gated = isinstance(module, Linear) and module.gated
+            if isinstance(value, QuantTensor) and storage not in ("auto", f"int{value.bits}"):
+                value = value.dequantize()
+            module.use_packed(pack(value, storage, gated=gated))
+        else:
+            dtype = _plain_dtype(value, storage, device)
+            setattr(module, leaf, _frozen(_dense(value).to(device, dtype)))
+    else:
+        setattr(module, leaf, _frozen(_dense(value).to(device, torch.float32)))
 
 
 def _dense(value: Tensor | QuantTensor) -> Tensor:
@@ -68,7 +110,7 @@ def _frozen(value: Tensor) -> nn.Parameter:
 
 def _plain_dtype(value: Tensor | QuantTensor, storage: Storage, device: torch.device
                  ) -> torch.dtype:
-    """bf16 arithmetic is emulated and slow on most CPUs, so a CPU computes plain weights in fp32."""
+    """Most CPUs emulate bf16 arithmetic, slowly, so there plain weights are fp32."""
     if storage == "bf16" and device.type == "cuda":
         return torch.bfloat16
     if storage == "auto" and device.type == "cuda" and isinstance(value, Tensor):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kilter.models import Batch
-from kilter.serve.executor import Executor, Sequence
+from kilter.serve.exactness import next_chunk
+from kilter.serve.executor import Executor
 from kilter.serve.pages import PagePool
+from kilter.serve.request import Request
 from kilter.weights.bridge import open_model
 from kilter.weights.load import load_decoder
 from tests.models import tiny
@@ -32,13 +34,14 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
             logits = model(Batch.of(texts))
         assert (logits - expected).abs().max() <= 1e-4, "one pass without a cache"
         executor = Executor(model, PagePool(model.spec, 64, page_size=5), max_context=64)
-        seqs = [Sequence(list(text)) for text in texts]
+        requests = [Request(i, text, len(text)) for i, text in enumerate(texts)]
         parts: list[list[torch.Tensor]] = [[] for _ in texts]
-        while work := [(seq, min(11, len(seq.tokens) - seq.computed)) for seq in seqs
-                       if seq.computed < len(seq.tokens)]:
-            rows = executor.run(work, all_rows=True)
-            for (seq, n), part in zip(work, rows.split([n for _, n in work]), strict=True):
-                parts[seqs.index(seq)].append(part.clone())
+        while unfinished := [r for r in requests if r.computed < r.length]:
+            work = [next_chunk(executor.pool, r, 11) for r in unfinished]
+            for chunk, rows in zip(work, executor.run(work).split([c.rows for c in work]),
+                                   strict=True):
+                parts[chunk.request.id].append(rows.clone())
+                chunk.request.computed += chunk.size
         cached = torch.cat([row for part in parts for row in part])
         assert (cached - expected).abs().max() <= 1e-4, "chunks through the cache"
 

@@ -8,16 +8,18 @@ import pytest
 import torch
 import transformers
 
-from kilter.serve.load import load_generator
-from kilter.serve.sampler import SamplingParams
+from kilter.serve.llm import LLM
+from kilter.serve.params import SamplingParams
 from kilter.weights.bridge import open_model
 from kilter.weights.export import export_hf
 
 PROMPTS = (
     "The capital of France is", "def fibonacci(n):\n", "1, 2, 3, 5, 8, 13,",
     "Once upon a time, in a village by the sea,", "Water boils at", "import numpy as np\n\n",
-    "The three primary colours are", "Q: What is 17 + 25?\nA:", "Dear Sir or Madam,\n\nI am writing",
-    "In 1969, the first humans", "Die Hauptstadt von Deutschland ist", "La capitale de l'Italie est",
+    "The three primary colours are", "Q: What is 17 + 25?\nA:",
+    "Dear Sir or Madam,\n\nI am writing",
+    "In 1969, the first humans", "Die Hauptstadt von Deutschland ist",
+    "La capitale de l'Italie est",
     "东京是", "SELECT name, COUNT(*) FROM", "Roses are red,\nviolets are blue,",
     "To make an omelette, first", "The derivative of x^2 is", "<html>\n<head>\n",
     "🙂 means", "\"To be, or not to be,",
@@ -33,11 +35,11 @@ def test_greedy_continuations_equal_transformers(
     export_hf(open_model(folder), tmp_path / "hf")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     # `auto` holds the GGUF's own blocks: their values are what was exported as fp32.
-    generator = load_generator(folder, context=256, max_running=20)
-    prompts = [generator.tokenizer.encode(prompt) for prompt in PROMPTS]
+    llm = LLM(folder, context=256)
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     undecided = []
-    for prompt, done in zip(prompts, generator.generate(prompts, params), strict=True):
+    for prompt, done in zip(prompts, llm.generate(prompts, params), strict=True):
         assert len(done.token_ids) == NEW_TOKENS
         # By induction this is the oracle's own greedy text: each token is its argmax after the
         # tokens before it.
@@ -48,9 +50,9 @@ def test_greedy_continuations_equal_transformers(
             best, second = row.topk(2).values.tolist()
             if row.argmax() != token:
                 assert best - second <= GAP, (
-                    f"{name}, prompt {generator.tokenizer.decode(prompt)!r}: token {step} is "
+                    f"{name}, prompt {llm.tokenizer.decode(prompt)!r}: token {step} is "
                     f"{token}, the oracle's is {int(row.argmax())} by {best - second}")
-                undecided.append((generator.tokenizer.decode(prompt), step, best - second))
+                undecided.append((llm.tokenizer.decode(prompt), step, best - second))
                 break
     assert len(undecided) <= 1, f"many undecided places hide an error: {undecided}"
     if undecided:

@@ -145,7 +145,7 @@ def test_segments_side_by_side_merge_to_the_same_bits(dtype: torch.dtype,
                                                       window: int | None) -> None:
     text = Text.of(200, dtype=dtype)
     keys, values, pages = text.cached(16)
-    tile = replace(cuda.choose(dtype, DIM, 6), segment=1)
+    tile = replace(cuda.choose(dtype, DIM, text.q.device), segment=1)
     results = []
     for parts in (0, -(-200 // tile.keys), 20):
         results.append(cuda.launch(text.q[197:], keys, values, ints(0, 3), ints(200), pages[None],
@@ -169,18 +169,19 @@ def test_long_contexts_are_split_by_themselves(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_later_keys_reach_no_earlier_row(dtype: torch.dtype, poison: float) -> None:
-    text = Text.of(70, dtype=dtype)
+    text = Text.of(50, heads=2, dtype=dtype)
     whole, windowed = text.whole(), text.whole(window=10)
-    text.keys[50] = poison
-    text.values[50] = poison
-    assert torch.equal(text.whole()[:50], whole[:50])
-    assert not text.whole()[50:].isfinite().any()
-    text.keys[50] = 0.0
-    assert not text.whole()[50:].isfinite().any()
+    text.keys[35] = poison
+    text.values[35] = poison
+    assert torch.equal(text.whole()[:35], whole[:35])
+    assert not text.whole()[35:].isfinite().any()
+    text.keys[35] = 0.0
+    assert not text.whole()[35:].isfinite().any()
     again = text.whole(window=10)
-    assert torch.equal(again[:50], windowed[:50]) and torch.equal(again[60:], windowed[60:])
+    assert torch.equal(again[:35], windowed[:35]) and torch.equal(again[45:], windowed[45:])
 
 
 def test_bad_calls_name_every_problem() -> None:

@@ -92,6 +92,7 @@ def test_splits_add_up_in_a_balanced_tree() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("name, function", [
     ("silu", torch.nn.functional.silu),
     ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh"))])

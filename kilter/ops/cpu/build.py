@@ -55,7 +55,8 @@ def detect_isa() -> str:
         return best
     order = list(ISA_FLAGS)
     if asked not in order:
-        raise KernelBuildError(f"KILTER_CPU_ISA is {asked!r}; it must be one of {', '.join(order)}.")
+        raise KernelBuildError(f"KILTER_CPU_ISA is {asked!r}, but must be one of "
+                               f"{', '.join(order)}.")
     if order.index(asked) < order.index(best):
         raise KernelBuildError(f"KILTER_CPU_ISA asks for {asked}, but this processor has only "
                                f"{best}. Unset it or choose {best}.")

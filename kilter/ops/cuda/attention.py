@@ -19,7 +19,7 @@ a row may not see (unwritten slots, later keys) from reaching it, NaN included.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,20 +35,21 @@ from kilter.ops.cuda.launch import (
     on_device,
     plain,
     power_of_two,
+    shared_memory,
     tl,
 )
 
 
 @dataclass(frozen=True)
 class Tile:
-    """``keys`` and ``segment`` (blocks of keys) define the arithmetic and are fixed by dtype and
-    head_dim; ``rows`` and ``warps`` do not change it as long as a warp keeps 16 rows to itself."""
+    """How the work is cut. All but ``stages`` enter the arithmetic: one tile per dtype and
+    head_dim, at decode as in prefill."""
 
-    rows: int
-    keys: int
-    segment: int
+    rows: int  # (token, query head) pairs
+    keys: int  # keys of a block
+    segment: int  # blocks of a segment
     warps: int
-    stages: int
+    stages: int  # blocks of keys and values in flight
 
 
 _SPLIT_BYTES = 256 << 20  # most memory that a split pass may take for its partial results
@@ -84,7 +85,7 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     if max_seqlen == 0 and tokens:
         max_seqlen = int(cu_seqlens_S1.diff().max())
     largest = page_table_SP.shape[1] * page_size if page_table_SP is not None else max_seqlen
-    tile = choose(q_THd.dtype, dim, max_seqlen * (heads // groups))
+    tile = choose(q_THd.dtype, dim, q_THd.device)
     parts = -(-largest // (tile.keys * tile.segment))
     split = (paged and parts > 1 and max_seqlen * (heads // groups) <= tile.rows
              and sequences * groups < 2 * multiprocessors(q_THd.device)
@@ -94,13 +95,14 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     return (out, lse) if return_lse else out
 
 
-def choose(dtype: torch.dtype, dim: int, rows: int) -> Tile:
-    """The tile for ``rows`` (token, query head) pairs of a sequence and group."""
+def choose(dtype: torch.dtype, dim: int, device: torch.device) -> Tile:
+    """The tile of a dtype and head_dim: sizes that keep the inner loop in registers, and one block
+    less in flight on GPUs with little shared memory."""
     if dtype == torch.float32:
-        return Tile(16, 32, 32, 4, 2)
-    if dim > 128:
-        return Tile(64, 64, 16, 8, 2)
-    return Tile(64, 64, 16, 4, 3) if rows <= 64 else Tile(128, 64, 16, 8, 3)
+        tile = Tile(16, 32, 32, 8, 2)
+    else:
+        tile = Tile(128, 64, 16, 8, 3) if dim <= 128 else Tile(64, 64, 16, 8, 2)
+    return tile if shared_memory(device) >= 160 * 1024 else replace(tile, stages=tile.stages - 1)
 
 
 def _check(q, keys, values, cu_seqlens, context, page_table, page_size, window) -> None:

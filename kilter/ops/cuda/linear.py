@@ -48,7 +48,7 @@ class Tile:
 
 TILES_16_BIT = (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 6),
                 Tile(64, 16, 128, 4, 6))
-TILES_FP32 = (Tile(64, 128, 32, 8, 4), Tile(32, 64, 32, 4, 4), Tile(16, 32, 64, 4, 4))
+TILES_FP32 = (Tile(64, 128, 32, 8, 4), Tile(32, 64, 32, 4, 4), Tile(16, 32, 32, 4, 6))
 
 
 def linear(x_TK: Tensor, weight: Tensor, bias: Tensor | None = None,

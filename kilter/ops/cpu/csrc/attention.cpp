@@ -321,6 +321,12 @@ void value_rows(int rows, int vectors, const float* p, long begin, long end, Val
   }
 }
 
+// Values that were widened into a panel.
+struct Gathered {
+  const float* panel;
+  const float* operator()(long key) const { return panel + key * kPanel; }
+};
+
 // (maximum, sum, accumulator) of one chunk or of several merged ones, for a tile's rows. A row
 // that no key has reached has sum 0.
 struct Partial {
@@ -465,8 +471,7 @@ class Worker {
               return values + at[key] + i;
             });
           else
-            multiply(g, start, sub, vectors, i, to.acc,
-                     [v = values_ + i * kSub](long key) { return v + key * kPanel; });
+            multiply(g, start, sub, vectors, i, to.acc, Gathered{values_ + i * kSub});
         }
       }
   }

@@ -61,6 +61,8 @@ struct Layout {
   }
   bool plain() const { return storage >= kPlainFp32; }
   bool grouped() const { return group_bytes != 0; }
+  // Bytes of a packed panel before its k-th weights (a group's first k).
+  long offset(long i) const { return grouped() ? i / group * group_bytes : i * (panel_bytes / k); }
   const uint8_t* panel(long p) const { return data + p * panel_bytes; }
   // The matrix row of a panel's first lane, and how many of its lanes are rows.
   long row(long p) const { return p / half_panels * half_rows + p % half_panels * 16; }
@@ -71,14 +73,18 @@ KT_INLINE f32x16 load_scale(const uint8_t* p, int scale_bytes) {
   return scale_bytes == 2 ? load_f16((const uint16_t*)p) : load((const float*)p);
 }
 
-// A format says how to stand at a group and read its k-th vector of 16 weights. For formats
-// without groups a "group" is any run of k. `Eight` is what eight consecutive vectors share.
+// A format says where a panel's k-th weights are (`at`; with groups, k is a group's first) and
+// reads from there on: `one(k)` is the k-th vector of 16 weights, `eight(k)[j]` the (k + j)-th
+// where k is a multiple of 8, sharing what eight of them share.
 template <class T>
 struct Elements {
   static constexpr bool kGrouped = false;
+  KT_INLINE static const uint8_t* at(const Layout&, const uint8_t* panel, long k) {
+    return panel + k * 16 * long(sizeof(T));
+  }
   struct Group {
     const T* p;
-    KT_INLINE Group(const Layout&, const uint8_t* panel, long k) : p((const T*)panel + k * 16) {}
+    KT_INLINE Group(const Layout&, const uint8_t* at) : p((const T*)at) {}
     struct Eight {
       const T* p;
       KT_INLINE f32x16 operator[](int j) const { return load(p + j * 16); }
@@ -88,18 +94,22 @@ struct Elements {
   };
 };
 
+struct Grouped {
+  static constexpr bool kGrouped = true;
+  KT_INLINE static const uint8_t* at(const Layout& w, const uint8_t* panel, long k) {
+    return panel + k / w.group * w.group_bytes;
+  }
+};
 
 template <bool kMin>
-struct Int8 {
-  static constexpr bool kGrouped = true;
+struct Int8 : Grouped {
   struct Group {
     f32x16 scale, min;
     const int8_t* q;
-    KT_INLINE Group(const Layout& w, const uint8_t* panel, long k) {
-      const uint8_t* p = panel + k / w.group * w.group_bytes;
-      scale = load_scale(p, w.scale_bytes);
-      if constexpr (kMin) min = load_scale(p + 16 * w.scale_bytes, w.scale_bytes);
-      q = (const int8_t*)p + (kMin ? 32 : 16) * w.scale_bytes;
+    KT_INLINE Group(const Layout& w, const uint8_t* at) {
+      scale = load_scale(at, w.scale_bytes);
+      if constexpr (kMin) min = load_scale(at + 16 * w.scale_bytes, w.scale_bytes);
+      q = (const int8_t*)at + (kMin ? 32 : 16) * w.scale_bytes;
     }
     KT_INLINE f32x16 one(long k) const {
       f32x16 v = load_i8(q + k * 16);
@@ -115,16 +125,14 @@ struct Int8 {
   };
 };
 
-struct Int4 {
-  static constexpr bool kGrouped = true;
+struct Int4 : Grouped {
   struct Group {
     f32x16 scale, min;
     const uint8_t* q;
-    KT_INLINE Group(const Layout& w, const uint8_t* panel, long k) {
-      const uint8_t* p = panel + k / w.group * w.group_bytes;
-      scale = load_scale(p, w.scale_bytes);
-      min = load_scale(p + 16 * w.scale_bytes, w.scale_bytes);
-      q = p + 32 * w.scale_bytes;
+    KT_INLINE Group(const Layout& w, const uint8_t* at) {
+      scale = load_scale(at, w.scale_bytes);
+      min = load_scale(at + 16 * w.scale_bytes, w.scale_bytes);
+      q = at + 32 * w.scale_bytes;
     }
     struct Eight {
       const Group& g;

@@ -42,6 +42,13 @@ constexpr long kDepth = 128;       // stretch of k: four panels of it are 32 KB
 constexpr long kDepth = 256;       // one panel of it is 16 KB
 #endif
 
+// Up to how many rows it is best to read the weights as they lie (where registers are plenty, the
+// cheap widening of 16 bits may be done twice).
+constexpr long direct_rows(int storage) {
+  return (storage == kBf16 || storage == kFp16) && kTileRows > kWideRows ? 2 * kTileRows
+                                                                         : kTileRows;
+}
+
 // Thread-local memory that only grows.
 float* sums_scratch(long floats) {
   struct Free {
@@ -62,104 +69,145 @@ class Linear {
       : a(args), w(args.w), gated(args.activation >= 0),
         units(gated ? w.half_panels : w.panels), unit_panels(gated ? 2 : 1),
         row_blocks((a.rows + kRowBlock - 1) / kRowBlock) {
-    const int most = w.plain() ? 0 : w.grouped() ? 3 : kTileRows;
     const bool aligned = !w.grouped() || a.splits == 1 || w.k / a.splits % w.group == 0;
-    direct = a.rows <= most && aligned;
+    direct = !w.plain() && aligned && a.rows <= direct_rows(w.storage);
   }
 
   void run() const {
+    if (!units || !a.rows) return;
     const long total = units * row_blocks;
-    if (!total) return;
-    if (small()) return run_units(0, total);
-    const int threads = num_threads();
+    const int threads = small() ? 1 : num_threads();
     std::atomic<long> next{0};
+    // The block that starts at the next free unit: four panels, two when the end is near, so that
+    // the threads finish together.
+    auto claim = [&](Block& block) {
+      long first = next.load(std::memory_order_relaxed), count;
+      do {
+        if (first >= total) return false;
+        const int panels = (total - first) * unit_panels > 4 * threads ? kBlock : kBlock / 2;
+        count = std::min(units - first % units, long(panels / unit_panels));
+      } while (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
+      block = make_block(first, count);
+      return true;
+    };
     parallel_for(threads, [&](long, int) {
-      // Runs of panels, shorter towards the end so that the threads finish together.
-      for (long first = next.load(std::memory_order_relaxed); first < total;) {
-        const long share = (total - first) / (2 * threads) * unit_panels;
-        const long panels = share >= kBlock ? share / kBlock * kBlock : 2;
-        const long count = std::min(total - first, panels / unit_panels);
-        if (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) continue;
-        run_units(first, count);
-        first = next.load(std::memory_order_relaxed);
+      Block block, following;
+      for (bool more = claim(block); more; block = following) {
+        more = claim(following);  // one block early: its weights are fetched meanwhile
+        run_block(block, more ? &following : nullptr);
       }
     });
   }
 
  private:
+  // The panels of a block, the matrix rows their lanes are, and the rows of x.
+  struct Block {
+    int count;
+    long panel[kBlock], row[kBlock], lanes[kBlock];
+    long row0, rows;
+  };
+
+  Block make_block(long first, long n) const {
+    Block block;
+    const long unit = first % units, part = first / units;
+    block.count = int(n) * unit_panels;
+    for (int b = 0; b < kBlock; ++b) {
+      const int i = std::min(b, block.count - 1);  // past the end: any panel, its sums are unused
+      const long panel = gated ? unit + i / 2 + i % 2 * w.half_panels : unit + i;
+      block.panel[b] = panel;
+      block.row[b] = w.row(panel);
+      block.lanes[b] = w.lanes(panel);
+    }
+    block.row0 = part * a.rows / row_blocks;
+    block.rows = (part + 1) * a.rows / row_blocks - block.row0;
+    return block;
+  }
+
   // Too little to be worth waking anybody for: a few microseconds on one core.
   bool small() const {
     const double bytes = double(w.panels) * 16 * w.k, flops = 2.0 * bytes * a.rows;
     return bytes < 32e3 && flops < 4e5;
   }
 
-  void run_units(long first, long count) const {
-    while (count > 0) {
-      const long block = first / units, unit = first % units;
-      const long n = std::min({count, units - unit, long(kBlock / unit_panels)});
-      const long row0 = block * a.rows / row_blocks, row1 = (block + 1) * a.rows / row_blocks;
-      run_block(unit, n, row0, row1 - row0);
-      first += n;
-      count -= n;
-    }
-  }
-
-  // Units unit .. unit + n - 1 (a panel, or a gate panel and its up panel) for `rows` rows.
-  void run_block(long unit, long n, long row0, long rows) const {
-    long ids[kBlock];
-    const int count = int(n) * unit_panels;
-    for (int b = 0; b < kBlock; ++b) {
-      const int i = std::min(b, count - 1);  // past the end: any panel, its sums are not used
-      ids[b] = gated ? unit + i / 2 + i % 2 * w.half_panels : unit + i;
-    }
+  void run_block(const Block& block, const Block* following) const {
+    const long rows = block.rows;
     float* sums = sums_scratch(a.splits * rows * kWidth);
     for (long s = 0; s < a.splits; ++s) {
       const long k0 = s * (w.k / a.splits), k1 = k0 + w.k / a.splits;
       float* c = sums + s * rows * kWidth;
       if (direct)
-        sum_few(ids, count, row0, rows, k0, k1, c);
+        sum_few(block, following, k0, k1, c);
       else
-        sum_many(ids, count, row0, rows, k0, k1, c);
+        sum_many(block, following, k0, k1, c);
     }
     for (long r = 0; r < rows; ++r) {
       float* c = sums + r * kWidth;
       if (a.splits > 1)
-        for (int b = 0; b < count; ++b) store(c + b * 16, tree(c + b * 16, rows, 0, a.splits));
-      finish_row(ids, count, row0 + r, c);
+        for (int b = 0; b < block.count; ++b)
+          store(c + b * 16, tree(c + b * 16, rows, 0, a.splits));
+      finish_row(block, block.row0 + r, c);
     }
   }
 
-  void sum_few(const long* ids, int count, long row0, long rows, long k0, long k1,
-               float* c) const {
-    const int step = tile_panels(int(rows));
-    const TileFn fn = direct_tile(w.storage, int(rows));
-    for (int b = 0; b < count; b += step) {
+  void sum_few(const Block& block, const Block* following, long k0, long k1, float* c) const {
+    const long tiles = (block.rows + kTileRows - 1) / kTileRows;
+    const int step = tile_panels(int((block.rows + tiles - 1) / tiles));
+    const long stretch = tiles == 1 ? k1 - k0 : kDepth;
+    for (int b = 0; b < block.count; b += step) {
       const uint8_t* panels[kBlock];
-      for (int p = 0; p < step; ++p) panels[p] = w.panel(ids[b + p]);
-      fn(w, panels, a.x + row0 * a.ldx, a.ldx, k0, k1, c + b * 16, kWidth, false);
-    }
-  }
-
-  void sum_many(const long* ids, int count, long row0, long rows, long k0, long k1,
-                float* c) const {
-    alignas(64) thread_local float wide[kWidePanels][kDepth * 16];
-    const long tiles = (rows + kTileRows - 1) / kTileRows;
-    for (int b = 0; b < count; b += kWidePanels) {
-      const int used = std::min(kWidePanels, count - b);
-      for (long k = k0; k == k0 || k < k1; k += kDepth) {
-        const long depth = std::min(kDepth, k1 - k);
-        const uint8_t* panels[kWidePanels];
-        for (int p = 0; p < kWidePanels; ++p) {
-          panels[p] = w.storage == kFp32 ? w.panel(ids[b + p]) + k * 64 : (uint8_t*)wide[p];
-          if (w.storage != kFp32 && p < used) widen(w, ids[b + p], k, k + depth, wide[p]);
-        }
+      for (int p = 0; p < step; ++p) panels[p] = w.panel(block.panel[b + p]);
+      Ahead ahead = b + step < block.count
+                        ? fetch(&block, b + step, step, k0, k1, tiles * (k1 - k0))
+                        : fetch(following, 0, step, k0, k1, tiles * (k1 - k0));
+      for (long k = k0; k == k0 || k < k1; k += stretch) {
         for (long t = 0; t < tiles; ++t) {
-          const long r0 = t * rows / tiles, r1 = (t + 1) * rows / tiles;
-          wide_tile(int(r1 - r0), used)(w, panels, a.x + (row0 + r0) * a.ldx + k, a.ldx, 0, depth,
-                                        c + r0 * kWidth + b * 16, kWidth, k != k0);
+          const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
+          direct_tile(w.storage, int(r1 - r0))(
+              w, panels, a.x + (block.row0 + r0) * a.ldx, a.ldx, k, std::min(k1, k + stretch),
+              c + r0 * kWidth + b * 16, kWidth, k != k0, ahead);
         }
       }
     }
+  }
+
+  void sum_many(const Block& block, const Block* following, long k0, long k1, float* c) const {
+    alignas(64) thread_local float wide[kWidePanels][kDepth * 16];
+    const long tiles = (block.rows + kWideRows - 1) / kWideRows;
+    for (int b = 0; b < block.count; b += kWidePanels) {
+      const int used = std::min(kWidePanels, block.count - b);
+      for (long k = k0; k == k0 || k < k1; k += kDepth) {
+        const long end = std::min(k + kDepth, k1);
+        const uint8_t* panels[kWidePanels];
+        for (int p = 0; p < kWidePanels; ++p) {
+          const long panel = block.panel[b + p];
+          panels[p] = w.storage == kFp32 ? w.panel(panel) + k * 64 : (uint8_t*)wide[p];
+          if (w.storage != kFp32 && p < used) widen(w, panel, k, end, wide[p]);
+        }
+        const long steps = tiles * (end - k);
+        Ahead ahead = end < k1 ? fetch(&block, b, kWidePanels, end, std::min(end + kDepth, k1), steps)
+                      : b + kWidePanels < block.count
+                          ? fetch(&block, b + kWidePanels, kWidePanels, k0, k0 + kDepth, steps)
+                          : fetch(following, 0, kWidePanels, k0, k0 + kDepth, steps);
+        for (long t = 0; t < tiles; ++t) {
+          const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
+          wide_tile(int(r1 - r0), used)(w, panels, a.x + (block.row0 + r0) * a.ldx + k, a.ldx, 0,
+                                        end - k, c + r0 * kWidth + b * 16, kWidth, k != k0, ahead);
+        }
+      }
+    }
+  }
+
+  // Weights k0..k1 of n panels of a block from its b-th, to come in while `steps` k are computed.
+  Ahead fetch(const Block* block, int b, int n, long k0, long k1, long steps) const {
+    Ahead ahead;
+    if (!block || w.plain() || steps < 8) return ahead;
+    for (int p = 0; p < 4; ++p)
+      ahead.from[p] = w.panel(block->panel[std::min(b + p % n, kBlock - 1)]) + w.offset(k0);
+    ahead.bytes = w.offset(std::min(k1, w.k)) - w.offset(k0);
+    // Long streams the processor foresees by itself, once each has begun.
+    if (a.rows <= 8 && !w.grouped()) ahead.bytes = std::min(ahead.bytes, 1024L);
+    ahead.lines = int((n * ahead.bytes / 64 + steps / 8 - 1) / (steps / 8));
+    return ahead;
   }
 
   // The parts lo .. hi - 1 of one vector of sums; the left half takes the odd one.
@@ -169,24 +217,22 @@ class Linear {
     return tree(c, rows, lo, mid) + tree(c, rows, mid, hi);
   }
 
-  f32x16 with_bias(f32x16 v, long panel) const {
-    return a.bias ? v + load_n(a.bias + w.row(panel), w.lanes(panel)) : v;
-  }
-
-  void finish_row(const long* ids, int count, long row, const float* c) const {
+  void finish_row(const Block& block, long row, const float* c) const {
+    f32x16 v[kBlock];
+    for (int b = 0; b < block.count; ++b) {
+      v[b] = load(c + b * 16);
+      if (a.bias) v[b] = v[b] + load_n(a.bias + block.row[b], block.lanes[b]);
+    }
     if (gated) {
       float* y = a.y + row * w.half_rows;
-      for (int b = 0; b < count; b += 2, c += 32) {
-        const f32x16 gate = with_bias(load(c), ids[b]), up = with_bias(load(c + 16), ids[b + 1]);
-        store_n(y + w.row(ids[b]), w.lanes(ids[b]), activate(gate, a.activation) * up);
-      }
+      for (int b = 0; b < block.count; b += 2)
+        store_n(y + block.row[b], block.lanes[b], activate(v[b], a.activation) * v[b + 1]);
       return;
     }
-    for (int b = 0; b < count; ++b, c += 16) {
-      const long column = w.row(ids[b]), lanes = w.lanes(ids[b]);
-      f32x16 v = with_bias(load(c), ids[b]);
-      if (a.residual) v = load_n(a.residual + row * a.ld_residual + column, lanes) + v;
-      store_n(a.y + row * w.n + column, lanes, v);
+    for (int b = 0; b < block.count; ++b) {
+      if (a.residual)
+        v[b] = load_n(a.residual + row * a.ld_residual + block.row[b], block.lanes[b]) + v[b];
+      store_n(a.y + row * w.n + block.row[b], block.lanes[b], v[b]);
     }
   }
 

@@ -14,44 +14,69 @@ namespace kt {
 // Rows in the largest tile, and how many panels keep the registers full beside `rows` rows: there
 // are 32 registers of 16 floats on AVX-512 and 16 of 8 on AVX2 (a panel is two).
 #if KT_AVX512
-constexpr int kTileRows = 6;
-constexpr int tile_panels(int) { return 4; }
+constexpr int kTileRows = 12;
+constexpr int tile_panels(int rows) { return rows <= 6 ? 4 : 2; }
+constexpr int kWideRows = 6;
 #elif KT_AVX2
 constexpr int kTileRows = 6;
 constexpr int tile_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int kWideRows = 6;
 #else
 constexpr int kTileRows = 3;
 constexpr int tile_panels(int) { return 1; }
+constexpr int kWideRows = 3;
 #endif
+
+// Weights to bring into L2 while computing on others: `bytes` from each of four places, `lines`
+// cache lines for every eight k.
+struct Ahead {
+  const uint8_t* from[4];
+  long bytes = 0;
+  int lines = 0;
+  int place = 0;
+  long offset = 0;
+
+  KT_INLINE void step() {
+    for (int i = 0; i < lines; ++i) {
+      __builtin_prefetch(from[place] + offset, 0, 2);
+      offset += 64;
+      if (offset >= bytes) {
+        offset = 0;
+        place = (place + 1) & 3;
+      }
+    }
+  }
+};
 
 // c [R][ldc]: where the tile's sums go; they start from c's own values if `resume`, else from 0.
 using TileFn = void (*)(const Layout& w, const uint8_t* const* panels, const float* x, long ldx,
-                        long k0, long k1, float* c, long ldc, bool resume);
+                        long k0, long k1, float* c, long ldc, bool resume, Ahead& ahead);
 
 template <class F, int R, int P>
 void tile(const Layout& w, const uint8_t* const* panels, const float* x, long ldx, long k0,
-          long k1, float* c, long ldc, bool resume) {
+          long k1, float* c, long ldc, bool resume, Ahead& ahead) {
   using Group = typename F::Group;
   f32x16 acc[R][P];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int p = 0; p < P; ++p) acc[r][p] = resume ? load(c + r * ldc + p * 16) : zero();
 
   auto step = [&](const f32x16 (&v)[P], long k) KT_LAMBDA_INLINE {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const f32x16 a = set1(x[r * ldx + k]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int p = 0; p < P; ++p) acc[r][p] = fma(a, v[p], acc[r][p]);
     }
   };
   auto run = [&](const Group* g, long base, long n) KT_LAMBDA_INLINE {
     long k = 0;
     for (; k + 8 <= n; k += 8) {
+      ahead.step();
       [&]<size_t... I>(std::index_sequence<I...>) KT_LAMBDA_INLINE {
         const typename Group::Eight e[P] = {g[I].eight(k)...};
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < 8; ++j) {
           const f32x16 v[P] = {e[I][j]...};
           step(v, base + k + j);
@@ -66,15 +91,20 @@ void tile(const Layout& w, const uint8_t* const* panels, const float* x, long ld
     }
   };
   const long stride = F::kGrouped ? w.group : k1 - k0;
+  const uint8_t* at[P];
+#pragma GCC unroll 16
+  for (int p = 0; p < P; ++p) at[p] = F::at(w, panels[p], k0);
   for (long k = k0; k < k1; k += stride) {
     [&]<size_t... I>(std::index_sequence<I...>) KT_LAMBDA_INLINE {
-      const Group g[P] = {Group(w, panels[I], k)...};
+      const Group g[P] = {Group(w, at[I])...};
       run(g, k, std::min(stride, k1 - k));
     }(std::make_index_sequence<P>());
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) at[p] += w.group_bytes;
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int p = 0; p < P; ++p) store(c + r * ldc + p * 16, acc[r][p]);
 }
 
@@ -82,7 +112,15 @@ void tile(const Layout& w, const uint8_t* const* panels, const float* x, long ld
 // panels at a time.
 TileFn direct_tile(int storage, int rows);
 // The kernel for fp32 panels under many rows, kWidePanels at a time, the last `used` of them.
-constexpr int kWidePanels = tile_panels(kTileRows);
+constexpr int kWidePanels = tile_panels(kWideRows);
 TileFn wide_tile(int rows, int used);
+
+// kPanels 0: as many as suit the rows.
+template <class F, int kMost, int kPanels = 0, int R = 1>
+TileFn pick_tile(int rows) {
+  if constexpr (R < kMost)
+    if (rows != R) return pick_tile<F, kMost, kPanels, R + 1>(rows);
+  return tile<F, R, kPanels ? kPanels : tile_panels(R)>;
+}
 
 }  // namespace kt

@@ -11,7 +11,7 @@ void widen_packed(const Layout& w, long p, long k0, long k1, float* out) {
     // A run inside one group; `base` is the group's first k, where it can be stood at.
     const long base = F::kGrouped ? k / w.group * w.group : k;
     const long end = F::kGrouped ? std::min(k1, base + w.group) : k1;
-    const typename F::Group g(w, panel, base);
+    const typename F::Group g(w, F::at(w, panel, base));
     for (; k < end && (k - base) % 8; ++k, out += 16) store(out, g.one(k - base));
     for (; k + 8 <= end; k += 8, out += 128) {
       const auto e = g.eight(k - base);

@@ -1,0 +1,237 @@
+"""The offline API: a model by name, prompts in, answers out.
+
+    llm = kilter.LLM("smollm2-135m")
+    answers = llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
+    print(answers[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kilter.serve.beam import BeamSearch
+from kilter.serve.engine import Delta, Engine
+from kilter.serve.load import load_engine
+from kilter.serve.params import BeamParams, SamplingParams
+from kilter.serve.sampler import Choice, best_answers
+from kilter.serve.scheduler import Policy
+from kilter.weights.bridge import ModelSource
+from kilter.weights.load import Storage
+from kilter.weights.pull import resolve
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """One answer. `token_ids` holds an end token that ended it, `text` does not."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    choices: list[Choice] = field(default_factory=list)  # with log-probabilities where asked for
+    error: str | None = None
+    score: float | None = None  # beam search: its length-normalised log-probability
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The model's log-probability of each token; empty if they were not asked for."""
+        return [c.logprob for c in self.choices if c.logprob is not None]
+
+
+@dataclass
+class Answer:
+    """What a prompt brought: ``n`` completions, best first where ``best_of`` chose them."""
+
+    prompt_ids: list[int]
+    completions: list[Completion]
+    prompt_choices: list[Choice] | None = None  # of the prompt's tokens after the first
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.completions[0].logprobs
+
+
+class LLM:
+    """A loaded model and the engine that runs it.
+
+    Args:
+        model: a pulled model's name, a folder or a .gguf file.
+        weights: how large matrices are held; ``auto`` keeps exactly what the file has.
+        exact: row-invariant arithmetic, the default; False takes torch's own kernels.
+        kv_dtype: format of the KV cache.
+        context: longest prompt plus answer, tokens; default the model's, at most 8192.
+        kv_tokens: tokens the KV cache holds over all requests; default four contexts.
+        page_size: tokens per page, 1 to 64.
+        max_running: requests that run together.
+        policy: order of waiting requests: fcfs, prefix or priority.
+
+    Raises:
+        ValueError: for a model that cannot be used or settings that do not go together.
+    """
+
+    def __init__(self, model: str | Path, *, weights: Storage = "auto", device: str = "cpu",
+                 exact: bool = True, kv_dtype: torch.dtype = torch.float32,
+                 context: int | None = None, kv_tokens: int | None = None, page_size: int = 16,
+                 max_running: int = 64, policy: Policy = "fcfs") -> None:
+        self.engine: Engine = load_engine(
+            resolve(model), storage=weights, device=device, exact=exact, kv_dtype=kv_dtype,
+            context=context, kv_tokens=kv_tokens, page_size=page_size, max_running=max_running,
+            policy=policy)
+        self.tokenizer = self.engine.tokenizer
+
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 progress: Callable[[int, int], None] | None = None) -> list[Answer]:
+        """Answers to all prompts, in their order.
+
+        Args:
+            prompts: texts (special tokens are added as the tokenizer does) or token ids.
+            params: for all prompts, or one for each.
+            progress: called with (answers finished, answers in all).
+
+        Raises:
+            ValueError: for a prompt or settings that cannot be served; nothing was computed.
+        """
+        ids = [self._ids(prompt) for prompt in _listed(prompts)]
+        settings = self._settings(params, len(ids))
+        requests: dict[int, int] = {}
+        try:
+            for i, (prompt, setting) in enumerate(zip(ids, settings, strict=True)):
+                requests[self.engine.submit(prompt, setting)] = i
+        except ValueError as error:
+            self._forget(requests)
+            raise ValueError(f"Prompt {len(requests)} cannot be served. {error}") from error
+        answers = [Answer(prompt, [Completion() for _ in range(s.best_of or s.n)])
+                   for prompt, s in zip(ids, settings, strict=True)]
+        total = sum(len(answer.completions) for answer in answers)
+        done = 0
+        try:
+            while self.engine.busy:
+                for delta in self.engine.step():
+                    if delta.request in requests:
+                        _record(answers[requests[delta.request]], delta)
+                        done += delta.finish_reason is not None
+                if progress is not None:
+                    progress(done, total)
+        finally:  # also when the caller is interrupted
+            self._forget(requests)
+        for answer, setting in zip(answers, settings, strict=True):
+            if (setting.best_of or setting.n) > setting.n:
+                _keep_best(answer, setting)
+        return answers
+
+    def chat(self, chats: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+             params: SamplingParams | Sequence[SamplingParams] | None = None,
+             **template: Any) -> list[Answer]:
+        """Answers to conversations (lists of ``{"role": …, "content": …}``; one or several).
+        Further arguments go to the chat template."""
+        several: Any = [chats] if chats and isinstance(chats[0], Mapping) else chats
+        return self.generate([self.tokenizer.encode_chat(chat, **template) for chat in several],
+                             params)
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """Log-probability of every token of each text after its first."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        return [[c.logprob for c in answer.prompt_choices or () if c.logprob is not None]
+                for answer in self.generate(prompts, params)]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamParams) -> list[Answer]:
+        """The ``width`` best continuations of each prompt. A beam is a request of one token whose
+        prefix is in the cache: forks share pages and copy only the last, partly filled one."""
+        return [self._beams(self._ids(prompt), params) for prompt in _listed(prompts)]
+
+    def update_weights(self, weights: ModelSource | Mapping[str, Tensor],
+                       storage: Storage = "auto") -> int:
+        """Takes new weights of the same model (see `Engine.update_weights`)."""
+        return self.engine.update_weights(weights, storage=storage)
+
+    def _beams(self, prompt: list[int], params: BeamParams) -> Answer:
+        ends = self.engine.eos_token_ids
+        search = BeamSearch(params, ends)
+        vocab = self.engine.model.spec.vocab_size
+        width = min(max(2, 1 + len(search.ends)) * params.width, vocab)
+        probe = SamplingParams(max_tokens=1, temperature=0, logprobs=width, ignore_eos=True)
+        while not search.done:
+            texts: list[Prompt] = [prompt + list(beam.tokens) for beam in search.running]
+            rows_BV = np.full((len(texts), vocab), -np.inf, dtype=np.float32)
+            for row_V, answer in zip(rows_BV, self.generate(texts, probe), strict=True):
+                # No continuation past a beam's own `width` likeliest can be among the best.
+                for token, logprob in answer.completions[0].choices[0].top:
+                    row_V[token] = logprob
+            search.advance(rows_BV)
+        completions = []
+        for best in search.finished:
+            tokens = list(best.tokens)
+            ended = bool(tokens) and tokens[-1] in search.ends
+            completions.append(Completion(
+                tokens, self.tokenizer.decode(tokens[:-1] if ended else tokens),
+                "stop" if ended else "length", score=float(best.score)))
+        return Answer(prompt, completions)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _settings(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+                  ) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ValueError(f"There are {count} prompts but {len(params)} sampling settings; give "
+                             f"one for all or one for each.")
+        return list(params)
+
+    def _forget(self, requests: Mapping[int, int]) -> None:
+        """Ends what is left of these requests and drops their news."""
+        for number in requests:
+            self.engine.abort(number)
+        self.engine.drop_news(requests)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _record(answer: Answer, delta: Delta) -> None:
+    completion = answer.completions[delta.index]
+    completion.token_ids += [choice.token_id for choice in delta.choices]
+    completion.choices += delta.choices
+    completion.text += delta.text
+    completion.error = delta.error or completion.error
+    completion.finish_reason = delta.finish_reason or completion.finish_reason
+    if delta.prompt is not None:
+        answer.prompt_choices = list(delta.prompt)
+    if delta.index == 0:
+        answer.cached_tokens = delta.cached_tokens
+
+
+def _keep_best(answer: Answer, params: SamplingParams) -> None:
+    best = best_answers([sum(c.logprobs) for c in answer.completions],
+                        [len(c.token_ids) for c in answer.completions], params.n)
+    answer.completions = [answer.completions[i] for i in best]
