@@ -18,7 +18,7 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,8 @@ __all__ = ["BeamParams", "Choice", "GrammarSpec", "SamplingError", "SamplingPara
            "SamplingState", "best_answers", "choose", "sample", "sampling_distribution",
            "score_tokens", "stream_key", "uniform"]
 
-_SORTED_AT_ONCE = 512  # the nucleus is narrowed down to so many candidates before any are sorted
+_BLOCK = 256  # weights summed at once on the way to a token
+_TINY = 1e-30  # weights below this are nothing beside the largest, 1
 
 
 class SamplingError(ValueError):
@@ -42,6 +43,8 @@ class TokenMask(Protocol):
     """What sampling asks of a grammar's state (`kilter.serve.grammar.GrammarState`). Both raise
     ValueError where the grammar cannot be followed."""
 
+    @property
+    def is_finished(self) -> bool: ...
     def mask(self, logits_V: np.ndarray) -> None: ...
     def accept(self, token: int) -> None: ...
 
@@ -102,6 +105,11 @@ class SamplingState:
                 self.grammar.accept(token)
             except ValueError as error:
                 raise SamplingError(str(error)) from error
+
+    @property
+    def finished(self) -> bool:
+        """Whether the grammar has ended the answer, also where ``ignore_eos`` is set."""
+        return self.grammar is not None and self.grammar.is_finished
 
     @property
     def untouched(self) -> bool:
@@ -278,41 +286,63 @@ def sample(logits_V: np.ndarray, params: SamplingParams, seed: int, step: int) -
     Raises:
         SamplingError: if the logits hold NaN or no finite value.
     """
-    ids, probs = sampling_distribution(logits_V, params)
-    if ids.size == 1:
-        return int(ids[0])
-    index = int(np.searchsorted(np.cumsum(probs), uniform(seed, step), side="right"))
-    return int(ids[min(index, ids.size - 1)])
+    ids, weights = _candidates(logits_V, params)
+    at = 0 if weights.size == 1 else _reach(weights, uniform(seed, step), "right")
+    return at if ids is None else int(ids[at])
 
 
 def sampling_distribution(logits_V: np.ndarray, params: SamplingParams
                           ) -> tuple[np.ndarray, np.ndarray]:
     """(token ids in ascending order, probabilities summing to 1): temperature, then top-k, top-p
-    and min-p. A greedy setting gives one token.
+    and min-p. A greedy setting gives one token. Probabilities are good to some 1e-6, relative.
 
     Raises:
         SamplingError: if the logits hold NaN or no finite value.
     """
+    ids, weights = _candidates(logits_V, params)
+    probs = weights.astype(np.float64)
+    return np.arange(logits_V.size) if ids is None else ids, probs / probs.sum()
+
+
+def _candidates(logits_V: np.ndarray, params: SamplingParams
+                ) -> tuple[np.ndarray | None, np.ndarray]:
+    """(ids that may be chosen, ascending, None for all; float32 weights, the largest 1)."""
     top = logits_V.max()
     if not np.isfinite(top):
         raise _broken(float(top))
     if params.greedy:
-        return np.array([int(logits_V.argmax())]), np.ones(1)
-    ids = None  # all
+        return np.array([int(logits_V.argmax())]), np.ones(1, dtype=np.float32)
+    ids = None
     if 0 < params.top_k < logits_V.size:
         ids = _likeliest(logits_V, params.top_k)
-    values = logits_V if ids is None else logits_V[ids]
-    weights = np.subtract(values, top, dtype=np.float64)
-    weights /= params.temperature
-    np.exp(weights, out=weights)  # the likeliest has weight 1
+    with np.errstate(over="ignore", under="ignore"):  # what is far below the top has weight 0
+        weights = np.subtract(logits_V if ids is None else logits_V[ids], top)
+        weights /= np.float32(params.temperature)
+        np.exp(weights, out=weights)
     if params.top_p < 1:
-        kept = _nucleus(values, weights, params.top_p * weights.sum())
+        kept = _nucleus(weights, params.top_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
     if params.min_p > 0:
-        kept = np.flatnonzero(weights >= params.min_p)
+        kept = np.flatnonzero(weights >= np.float32(params.min_p))
         ids, weights = kept if ids is None else ids[kept], weights[kept]
-    weights /= weights.sum()
-    return np.arange(logits_V.size) if ids is None else ids, weights
+    return ids, weights
+
+
+def _reach(weights: np.ndarray, share: float, side: Literal["left", "right"]) -> int:
+    """Where the running sum of the weights reaches ("left") or passes ("right") this share of the
+    whole. Sums of blocks come first: a running sum over a vocabulary is slow."""
+    whole = weights.size - weights.size % _BLOCK
+    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1)
+    passed = np.cumsum(np.append(sums, weights[whole:].sum()), dtype=np.float64)
+    target = share * passed[-1]
+    # Rounding may put the target at the very end: never past the last block with any weight ...
+    block = min(int(np.searchsorted(passed, target, side)),
+                int(np.searchsorted(passed, passed[-1])))
+    inner = weights[block * _BLOCK:(block + 1) * _BLOCK]
+    before = passed[block - 1] if block else 0.0
+    at = int(np.searchsorted(np.cumsum(inner, dtype=np.float64), target - before, side))
+    # ... nor on a token without weight, which may be one that is forbidden.
+    return block * _BLOCK + (at if at < inner.size else int(np.flatnonzero(inner)[-1]))
 
 
 def _broken(top: float) -> SamplingError:
@@ -328,40 +358,25 @@ def _likeliest(values: np.ndarray, count: int) -> np.ndarray:
     if count == 0:
         return np.arange(0)
     bound = np.partition(values, -count)[-count]
-    above = np.flatnonzero(values > bound)
-    ties = np.flatnonzero(values == bound)[:count - above.size]
-    return np.sort(np.concatenate((above, ties)))
+    return _down_to(values, bound, count - int(np.count_nonzero(values > bound)))
 
 
-def _nucleus(values: np.ndarray, weights: np.ndarray, mass: float) -> np.ndarray:
-    """Where the fewest largest values are whose weights reach ``mass``, ascending; of equal values
-    the first.
+def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
+    """Where the fewest largest weights are that reach this share of their sum, ascending; of equal
+    ones the first."""
+    mass = share * float(weights.sum())
+    floor = 0.125  # mostly a few weights hold the mass, so not all are sorted
+    pool = np.compress(weights > floor, weights)
+    while float(pool.sum()) < mass and floor > _TINY:
+        floor /= 8
+        pool = np.compress(weights > floor, weights)
+    pool = -np.sort(-pool)
+    last = _reach(pool, mass / float(pool.sum()), "left")
+    return _down_to(weights, pool[last], int(np.count_nonzero(pool[:last + 1] == pool[last])))
 
-    A whole vocabulary takes milliseconds to sort, so the last value that is kept is found by
-    halving: of the candidates, those above the median are in if they fall short of the mass, and
-    the others out if they do not.
-    """
-    inside = []
-    pool = np.arange(values.size)
-    while pool.size > _SORTED_AT_ONCE:
-        part = values[pool]
-        median = np.partition(part, part.size // 2)[part.size // 2]
-        above, ties = pool[part > median], pool[part == median]
-        high = weights[above].sum()
-        if high >= mass:
-            pool = above
-            continue
-        inside.append(above)
-        mass -= high
-        needed = mass / weights[ties[0]] if weights[ties[0]] > 0 else np.inf
-        if needed <= ties.size:
-            inside.append(ties[:int(np.ceil(needed))])
-            break
-        inside.append(ties)
-        mass -= weights[ties].sum()
-        pool = pool[part < median]
-    else:
-        order = np.argsort(-values[pool], kind="stable")
-        reached = int(np.searchsorted(np.cumsum(weights[pool[order]]), mass))
-        inside.append(pool[order[:reached + 1]])
-    return np.sort(np.concatenate(inside))
+
+def _down_to(values: np.ndarray, bound: np.floating, ties: int) -> np.ndarray:
+    """Where values are above the bound, and the first ``ties`` that equal it, ascending."""
+    keep = values > bound
+    keep[np.flatnonzero(values == bound)[:ties]] = True
+    return np.flatnonzero(keep)

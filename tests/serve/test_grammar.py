@@ -1,5 +1,5 @@
-"""Structured output: whatever is sampled inside a grammar belongs to it, and no schema, however bad,
-does more than raise."""
+"""Structured output: whatever is sampled inside a grammar belongs to it, and no schema, however
+bad, does more than raise."""
 
 from __future__ import annotations
 
@@ -299,8 +299,8 @@ def test_what_json_cannot_write_is_an_error(schema: Any) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "(", "[", "*a", "a{2,1}", "[z-a]", "(?=a)b", "(?<!a)b", r"(a)\1", r"\bword\b", r"\p{Foo}", "a^b",
-    "(?P<n>a", "\ud800", "(" * 3000 + "a" + ")" * 3000, "x" * 20_000, "[^\\s\\S]"])
+    "(", "[", "*a", "a{2,1}", "[z-a]", "(?=a)b", "(?<!a)b", r"(a)\1", r"\bword\b", r"\p{Foo}",
+    "a^b", "(?P<n>a", "\ud800", "(" * 3000 + "a" + ")" * 3000, "x" * 20_000, "[^\\s\\S]"])
 def test_a_bad_regex_is_an_error(bytes_compiler: GrammarCompiler, text: str) -> None:
     with pytest.raises(GrammarError, match=r"^The regular expression .*\.$"):
         bytes_compiler.compile(GrammarSpec("regex", text))

@@ -199,10 +199,12 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tail=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def fork(self, data: st.DataObject, tail: list[int]) -> None:
+        """Goes on differently from any place of what a request has computed."""
         request = data.draw(st.sampled_from(self.running))
-        self.running.append(Request(
-            request.namespace, request.text[:request.computed] + tuple(tail),
-            self.engine.pages.share(request.pages), request.computed))
+        at = data.draw(st.integers(0, request.computed))
+        pages = request.pages[:self.engine.pages.pages_for(at)]
+        self.running.append(Request(request.namespace, request.text[:at] + tuple(tail),
+                                    self.engine.pages.share(pages), at))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -420,6 +422,31 @@ def test_the_least_recently_used_goes_first_and_from_its_end() -> None:
         seen.append(lengths())
     assert seen == ([[8, n, 8] for n in (6, 4, 2, 0)] + [[8, 0, n] for n in (6, 4, 2, 0)]
                     + [[n, 0, 0] for n in (6, 4, 2, 0)])
+
+
+def test_keeping_a_text_again_counts_as_use() -> None:
+    engine = Engine(20, 2)
+    late = engine.start((1,) * 4)
+    engine.serve((1,) * 4)
+    engine.serve((2,) * 4)
+    engine.compute(late, 4)
+    version = engine.tree.version
+    engine.finish(late)
+    assert engine.tree.version == version  # nothing is matched that was not before
+    assert engine.tree.evict(2) == 2
+    assert engine.tree.match(token_key((1,) * 5)).length == 4
+    engine.serve((2,) * 4)
+    assert engine.tree.version != version
+
+
+def test_a_fork_does_not_write_into_what_the_tree_keeps() -> None:
+    engine = Engine(4, 4)
+    parent = engine.run((1, 1, 1))
+    fork = Request(None, (1, 1, 2, 2), engine.pages.share(parent.pages), 2)
+    engine.finish(parent)
+    engine.compute(fork, 2)
+    engine.check([fork])
+    assert engine.tree.match(token_key((1, 1, 1, 1))).length == 3
 
 
 def test_use_of_a_prefix_leaves_the_rest_its_age() -> None:

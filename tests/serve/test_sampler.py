@@ -57,7 +57,7 @@ def test_distribution_equals_transformers(seed: int, size: int, temperature: flo
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     got = np.zeros(size)
     got[ids] = probs
-    np.testing.assert_allclose(got, expected, atol=1e-9)
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-6])
@@ -80,6 +80,30 @@ def test_broken_logits_are_an_error() -> None:
             sample(np.array([0.0, bad], dtype=np.float32), SamplingParams(), 0, 0)
     with pytest.raises(ValueError, match="no finite maximum"):
         sample(np.full(3, -np.inf, dtype=np.float32), SamplingParams(), 0, 0)
+
+
+@pytest.mark.parametrize("size", [3, 255, 256, 257, 1000, 1025])
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_a_forbidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch, size: int, number: float
+                                          ) -> None:
+    """Not even by the rounding of sums at either end of the random numbers."""
+    monkeypatch.setattr("kilter.serve.sampler.uniform", lambda seed, step: number)
+    for allowed in ({size // 2}, {0, 1}, {size - 2}, set(range(1, size - 1))):
+        logits = np.full(size, -np.inf, dtype=np.float32)
+        logits[list(allowed)] = np.random.default_rng(0).normal(size=len(allowed)) * 8
+        assert sample(logits, SamplingParams(), 0, 0) in allowed
+        assert sample(logits, SamplingParams(top_p=0.999), 0, 0) in allowed
+
+
+@pytest.mark.parametrize("size", [5, 256, 700, 5000])
+def test_tokens_are_drawn_by_the_running_sum(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    logits = np.random.default_rng(size).normal(size=size).astype(np.float32) * 2
+    running = np.cumsum(np.exp(logits.astype(np.float64)))
+    for number in np.random.default_rng(1).random(300):
+        monkeypatch.setattr("kilter.serve.sampler.uniform", lambda seed, step, n=number: n)
+        expected = int(np.searchsorted(running, number * running[-1], side="right"))
+        if abs(running - number * running[-1]).min() > 1e-5 * running[-1]:
+            assert sample(logits, SamplingParams(), 0, 0) == expected
 
 
 def test_the_empirical_distribution_is_the_distribution() -> None:
@@ -113,9 +137,9 @@ def test_the_nucleus_is_the_smallest_set(seed: int, top_p: float, levels: int) -
     count = int(np.searchsorted(mass, top_p)) + 1
     ids, probs = sampling_distribution(logits, SamplingParams(top_p=top_p))
     assert (np.diff(ids) > 0).all()
-    if abs(mass[count - 1] - top_p) > 1e-12 and abs(mass[count - 2] - top_p) > 1e-12:
+    if abs(mass[count - 1] - top_p) > 1e-6 and abs(mass[count - 2] - top_p) > 1e-6:
         np.testing.assert_array_equal(ids, np.sort(order[:count]))
-        np.testing.assert_allclose(probs, weights[ids] / weights[ids].sum(), rtol=1e-12)
+        np.testing.assert_allclose(probs, weights[ids] / weights[ids].sum(), rtol=2e-6)
 
 
 # ---- what acts on raw logits ----
@@ -213,6 +237,10 @@ class OnlyTokens:
         self.allowed = list(allowed)
         self.seen: list[int] = []
 
+    @property
+    def is_finished(self) -> bool:
+        return self.seen[-1:] == self.allowed[-1:]
+
     def mask(self, logits_V: np.ndarray) -> None:
         keep = logits_V[self.allowed]
         logits_V[:] = -np.inf
@@ -231,6 +259,16 @@ def test_a_grammar_that_can_only_end_does_before_min_tokens() -> None:
     assert SamplingState(params, end_ids=[3], grammar=OnlyTokens(3)).choose(logits) == 3
     with pytest.raises(SamplingError, match="allow no token"):
         SamplingState(params, end_ids=[3], grammar=OnlyTokens()).choose(logits)
+
+
+def test_the_grammar_hears_of_every_token_and_ends_the_answer() -> None:
+    state = SamplingState(SamplingParams(ignore_eos=True), end_ids=[3], grammar=OnlyTokens(2, 3))
+    state.accept(2)
+    assert not state.finished and not SamplingState(SamplingParams()).finished
+    state.accept(3)
+    assert state.finished
+    with pytest.raises(SamplingError, match="no"):
+        state.accept(1)
 
 
 def test_the_given_row_is_not_changed() -> None:
@@ -258,7 +296,7 @@ def test_a_row_is_chosen_as_if_it_were_alone() -> None:
     states = [SamplingState(SamplingParams(**kwargs), rng.integers(0, 1000, 20).tolist(),
                             end_ids=[2], output_ids=rng.integers(0, 1000, 9).tolist())
               for kwargs in MIXED]
-    for step in range(6):
+    for _ in range(6):
         logits = torch.from_numpy(rng.normal(size=(len(MIXED), 1000)).astype(np.float32) * 4)
         logits[0, 5:9] = -math.inf
         before = logits.clone()
@@ -417,4 +455,4 @@ def test_extreme_settings_give_a_token() -> None:
         assert np.isfinite(probs).all() and probs.sum() == pytest.approx(1)
         assert 1 not in ids[probs > 0]
         if temperature <= 1e-4 or top_k == 1 or min_p == 1.0 or top_p == 1e-9:
-            assert ids[probs > 0].tolist() == [2] or (temperature == 1e30 and min_p == 1.0)
+            assert ids[probs > 0].tolist() == [2] or temperature == 1e30

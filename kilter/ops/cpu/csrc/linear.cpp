@@ -129,69 +129,65 @@ class Linear {
     return bytes < 32e3 && flops < 4e5;
   }
 
+  // All sums of a block, part after part; rows are finished as their last sums come out.
   void run_block(const Block& block, const Block* following) const {
-    const long rows = block.rows;
-    float* sums = sums_scratch(a.splits * rows * kWidth);
-    for (long s = 0; s < a.splits; ++s) {
-      const long k0 = s * (w.k / a.splits), k1 = k0 + w.k / a.splits;
-      float* c = sums + s * rows * kWidth;
+    float* sums = sums_scratch(a.splits * block.rows * kWidth);
+    for (long part = 0; part < a.splits; ++part) {
       if (direct)
-        sum_few(block, following, k0, k1, c);
+        sum_few(block, following, part, sums);
       else
-        sum_many(block, following, k0, k1, c);
-    }
-    for (long r = 0; r < rows; ++r) {
-      float* c = sums + r * kWidth;
-      if (a.splits > 1)
-        for (int b = 0; b < block.count; ++b)
-          store(c + b * 16, tree(c + b * 16, rows, 0, a.splits));
-      finish_row(block, block.row0 + r, c);
+        sum_many(block, following, part, sums);
     }
   }
 
-  void sum_few(const Block& block, const Block* following, long k0, long k1, float* c) const {
+  void sum_few(const Block& block, const Block* following, long part, float* sums) const {
     const long tiles = (block.rows + kTileRows - 1) / kTileRows;
     const int step = tile_panels(int((block.rows + tiles - 1) / tiles));
-    const long stretch = tiles == 1 ? k1 - k0 : kDepth;
+    const long depth = w.k / a.splits, k0 = part * depth, k1 = k0 + depth;
+    const long stretch = tiles == 1 ? depth : kDepth;
     for (int b = 0; b < block.count; b += step) {
+      const bool last = b + step >= block.count;
       const uint8_t* panels[kBlock];
       for (int p = 0; p < step; ++p) panels[p] = w.panel(block.panel[b + p]);
-      Ahead ahead = b + step < block.count
-                        ? fetch(&block, b + step, step, k0, k1, tiles * (k1 - k0))
-                        : fetch(following, 0, step, k0, k1, tiles * (k1 - k0));
+      Ahead ahead = last ? fetch(following, 0, step, k0, k1, tiles * depth)
+                         : fetch(&block, b + step, step, k0, k1, tiles * depth);
       for (long k = k0; k == k0 || k < k1; k += stretch) {
+        const long end = std::min(k + stretch, k1);
         for (long t = 0; t < tiles; ++t) {
           const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
-          direct_tile(w.storage, int(r1 - r0))(
-              w, panels, a.x + (block.row0 + r0) * a.ldx, a.ldx, k, std::min(k1, k + stretch),
-              c + r0 * kWidth + b * 16, kWidth, k != k0, ahead);
+          float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
+          direct_tile(w.storage, int(r1 - r0))(w, panels, a.x + (block.row0 + r0) * a.ldx, a.ldx,
+                                               k, end, c, kWidth, k != k0, ahead);
+          if (last && end == k1 && part + 1 == a.splits) finish(block, r0, r1, sums);
         }
       }
     }
   }
 
-  void sum_many(const Block& block, const Block* following, long k0, long k1, float* c) const {
+  void sum_many(const Block& block, const Block* following, long part, float* sums) const {
     alignas(64) thread_local float wide[kWidePanels][kDepth * 16];
     const long tiles = (block.rows + kWideRows - 1) / kWideRows;
+    const long k0 = part * (w.k / a.splits), k1 = k0 + w.k / a.splits;
     for (int b = 0; b < block.count; b += kWidePanels) {
       const int used = std::min(kWidePanels, block.count - b);
+      const bool last = b + kWidePanels >= block.count;
       for (long k = k0; k == k0 || k < k1; k += kDepth) {
-        const long end = std::min(k + kDepth, k1);
+        const long end = std::min(k + kDepth, k1), steps = tiles * (end - k);
         const uint8_t* panels[kWidePanels];
         for (int p = 0; p < kWidePanels; ++p) {
           const long panel = block.panel[b + p];
           panels[p] = w.storage == kFp32 ? w.panel(panel) + k * 64 : (uint8_t*)wide[p];
           if (w.storage != kFp32 && p < used) widen(w, panel, k, end, wide[p]);
         }
-        const long steps = tiles * (end - k);
-        Ahead ahead = end < k1 ? fetch(&block, b, kWidePanels, end, std::min(end + kDepth, k1), steps)
-                      : b + kWidePanels < block.count
-                          ? fetch(&block, b + kWidePanels, kWidePanels, k0, k0 + kDepth, steps)
-                          : fetch(following, 0, kWidePanels, k0, k0 + kDepth, steps);
+        Ahead ahead = end < k1 ? fetch(&block, b, kWidePanels, end, end + kDepth, steps)
+                      : last   ? fetch(following, 0, kWidePanels, k0, k0 + kDepth, steps)
+                               : fetch(&block, b + used, kWidePanels, k0, k0 + kDepth, steps);
         for (long t = 0; t < tiles; ++t) {
           const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
+          float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
           wide_tile(int(r1 - r0), used)(w, panels, a.x + (block.row0 + r0) * a.ldx + k, a.ldx, 0,
-                                        end - k, c + r0 * kWidth + b * 16, kWidth, k != k0, ahead);
+                                        end - k, c, kWidth, k != k0, ahead);
+          if (last && end == k1 && part + 1 == a.splits) finish(block, r0, r1, sums);
         }
       }
     }
@@ -210,29 +206,36 @@ class Linear {
     return ahead;
   }
 
-  // The parts lo .. hi - 1 of one vector of sums; the left half takes the odd one.
-  f32x16 tree(const float* c, long rows, long lo, long hi) const {
-    if (hi - lo == 1) return load(c + lo * rows * kWidth);
+  // Parts lo .. hi - 1 of one vector of sums, `stride` apart; the left half takes the odd one.
+  static f32x16 tree(const float* c, long stride, long lo, long hi) {
+    if (hi - lo == 1) return load(c + lo * stride);
     const long mid = lo + (hi - lo + 1) / 2;
-    return tree(c, rows, lo, mid) + tree(c, rows, mid, hi);
+    return tree(c, stride, lo, mid) + tree(c, stride, mid, hi);
   }
 
-  void finish_row(const Block& block, long row, const float* c) const {
-    f32x16 v[kBlock];
-    for (int b = 0; b < block.count; ++b) {
-      v[b] = load(c + b * 16);
-      if (a.bias) v[b] = v[b] + load_n(a.bias + block.row[b], block.lanes[b]);
-    }
-    if (gated) {
-      float* y = a.y + row * w.half_rows;
-      for (int b = 0; b < block.count; b += 2)
-        store_n(y + block.row[b], block.lanes[b], activate(v[b], a.activation) * v[b + 1]);
-      return;
-    }
-    for (int b = 0; b < block.count; ++b) {
-      if (a.residual)
-        v[b] = load_n(a.residual + row * a.ld_residual + block.row[b], block.lanes[b]) + v[b];
-      store_n(a.y + row * w.n + block.row[b], block.lanes[b], v[b]);
+  // Outputs of the block's rows r0 .. r1 - 1.
+  void finish(const Block& block, long r0, long r1, const float* sums) const {
+    const long* row = block.row;
+    const long* lanes = block.lanes;
+    for (long r = r0; r < r1; ++r) {
+      const float* c = sums + r * kWidth;
+      f32x16 v[kBlock];
+      for (int b = 0; b < block.count; ++b) {
+        v[b] = a.splits == 1 ? load(c + b * 16)
+                             : tree(c + b * 16, block.rows * kWidth, 0, a.splits);
+        if (a.bias) v[b] = v[b] + load_n(a.bias + row[b], lanes[b]);
+      }
+      if (gated) {
+        float* y = a.y + (block.row0 + r) * w.half_rows;
+        for (int b = 0; b < block.count; b += 2)
+          store_n(y + row[b], lanes[b], activate(v[b], a.activation) * v[b + 1]);
+        continue;
+      }
+      const float* residual = a.residual + (block.row0 + r) * a.ld_residual;
+      for (int b = 0; b < block.count; ++b) {
+        if (a.residual) v[b] = load_n(residual + row[b], lanes[b]) + v[b];
+        store_n(a.y + (block.row0 + r) * w.n + row[b], lanes[b], v[b]);
+      }
     }
   }
 
