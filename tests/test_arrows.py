@@ -25,14 +25,16 @@ ARROWS: dict[str, set[str]] = {
     "serve": {"models", "weights", "tokens", "ops"},
     "verbs": {"models", "weights", "tokens", "ops", "serve", "report"},
     "cli": {"verbs"},
+    "__init__": {"serve"},  # the public names, lazily
     "__main__": {"cli"},
 }
 
 # What kilter/ may import beside the standard library; transformers and gguf are test oracles, so
-# they are not here. Two packages need not be installed, and only one place each may ask for them.
+# they are not here. Three packages need not be installed, and only one place each may ask for them.
 OUTSIDE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich", "triton",
-           "huggingface_hub"}
-ONLY_IN = {"triton": "ops/cuda/", "huggingface_hub": "weights/pull.py"}
+           "huggingface_hub", "llguidance"}
+ONLY_IN = {"triton": "ops/cuda/", "huggingface_hub": "weights/pull.py",
+           "llguidance": "serve/grammar.py"}
 # These run before it is known what a command needs: nothing heavy at module level.
 INSTANT = ("__init__.py", "__main__.py", "cli.py", "verbs/", "report/")
 

@@ -51,6 +51,9 @@ def _forward(tokens: Tensor, weight: Tensor | PackedWeight, scale: float) -> Ten
     if tokens.is_cuda:
         from kilter.ops.cuda import embedding as cuda
 
+        if isinstance(weight, PackedWeight):
+            raise ValueError("A packed weight is for the CPU, but the tokens are on a GPU: use the "
+                             "plain tensor there.")
         return cuda.embed(tokens, weight, scale)
     if not available():
         if isinstance(weight, PackedWeight):

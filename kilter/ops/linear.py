@@ -160,6 +160,7 @@ def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
     if x.is_cuda:
         from kilter.ops.cuda import linear as cuda
 
+        assert isinstance(weight, Tensor)  # _check saw to it
         if activation is None:
             return cuda.linear(x, weight, bias, residual, splits=splits)
         return cuda.gated_linear(x, weight, bias, activation, splits=splits)

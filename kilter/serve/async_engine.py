@@ -11,6 +11,7 @@ slow makes nobody wait: what it has not read yet is kept for it alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -180,7 +181,11 @@ class _Listener:
         self._arrived = asyncio.Event()
 
     def give(self, news: list[Delta]) -> None:
-        self._call(lambda: (self._news.extend(news), self._arrived.set()))
+        def add() -> None:
+            self._news.extend(news)
+            self._arrived.set()
+
+        self._call(add)
 
     def fail(self, error: Exception) -> None:
         def note() -> None:
@@ -190,10 +195,8 @@ class _Listener:
         self._call(note)
 
     def _call(self, function: Callable[[], object]) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the listener's loop is closed: nobody listens
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the listener's loop is closed: nobody listens any more
-            pass
 
     async def take(self) -> list[Delta]:
         """What has come since the last call; waits for something."""

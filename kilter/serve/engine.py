@@ -13,6 +13,7 @@ The engine is for one thread; `kilter.serve.async_engine` and `kilter.LLM` put i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kilter.models.decoder import Decoder
 from kilter.serve.executor import Chunk, Executor
-from kilter.serve.grammar import Grammar, GrammarCompiler
+from kilter.serve.grammar import Grammar, GrammarCompiler, GrammarState
 from kilter.serve.pages import PagePool
 from kilter.serve.params import SamplingParams
 from kilter.serve.radix import RadixTree
@@ -55,10 +56,15 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
+        problems = []
         if not 1 <= self.page_size <= 64:
-            raise ValueError(f"page_size is {self.page_size} tokens but must be from 1 to 64.")
-        if self.kv_tokens < 1:
-            raise ValueError(f"kv_tokens is {self.kv_tokens} but must be at least 1.")
+            problems.append(f"page_size is {self.page_size} tokens but must be from 1 to 64")
+        for name in ("kv_tokens", "max_context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name} is {value} but must be at least 1")
+        if problems:
+            raise ValueError(f"An engine cannot have these sizes: {'; '.join(problems)}.")
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class _Answer:
     state: SamplingState
     detokenizer: Detokenizer
     stops: StopChecker
+    grammar: GrammarState | None
     salt: Hashable
     prompt: list[Choice] | None  # log-probabilities of the prompt so far, if wanted
 
@@ -152,7 +159,10 @@ class Engine:
             ValueError: for an empty prompt, a token id outside the vocabulary, a prompt or
                 settings the engine cannot serve, or a grammar it cannot use; nothing is queued.
         """
-        prompt = list(prompt)
+        try:
+            prompt = list(map(operator.index, prompt))
+        except TypeError as error:
+            raise ValueError(f"The prompt must be a list of token ids: {error}.") from error
         vocab = self.model.spec.vocab_size
         if not prompt:
             raise ValueError("The prompt is empty; give at least one token.")
@@ -162,9 +172,9 @@ class Engine:
                              f"tokens.")
         room = self.max_context - len(prompt)
         if room < min(params.max_tokens, 1):
-            raise ValueError(f"The prompt has {len(prompt)} tokens and the context {self.max_context}"
-                             f", which leaves no room for an answer; shorten the prompt or give "
-                             f"the engine a longer context.")
+            raise ValueError(f"The prompt has {len(prompt)} tokens and the context "
+                             f"{self.max_context}, which leaves no room for an answer; shorten "
+                             f"the prompt or give the engine a longer context.")
         params.check(vocab)
         if (params.best_of or params.n) > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # what best_of chooses by
@@ -199,22 +209,23 @@ class Engine:
     # ---- the loop ----
 
     def step(self) -> list[Delta]:
-        """One step for everybody: what is new, at most one delta per answer."""
-        pending, self._pending = self._pending, []
+        """One step for everybody: what is new, at most one delta per answer.
+
+        If it fails, the requests that were in it end (the next step reports them with "error"),
+        the others go on, and the exception is raised.
+        """
+        deltas, self._pending = self._pending, []
         work = self.scheduler.step()
-        if not work:
-            if self.scheduler.idle:
-                self.check_integrity()
-            return pending
-        chunks = [self._chunk(request, count) for request, count in work.items()]
-        try:
-            logits_NV = self.executor.run(chunks)
-        except Exception:
-            # Nothing was computed; the caller decides what becomes of the requests.
-            self._abort_all(list(work))
-            raise
-        self.scheduler.settle(work)
-        deltas = pending + self._settle(chunks, logits_NV)
+        if work:
+            try:
+                chunks = [self._chunk(request, count) for request, count in work.items()]
+                logits_NV = self.executor.run(chunks)
+                self.scheduler.settle(work)
+                self._settle(chunks, logits_NV, deltas)
+            except BaseException:  # an interrupt too: no request may stay half way through a step
+                self._pending = deltas
+                self._fail(work)
+                raise
         if self.scheduler.idle:
             self.check_integrity()
         return deltas
@@ -237,10 +248,10 @@ class Engine:
 
         Args:
             weights: a source, or tensors by our parameter names (all or some of them).
-            in_flight: what becomes of running answers: ``restart`` computes keys and values of all
-                their tokens anew and goes on with the new weights; ``continue`` goes on upon the
-                old keys and values (every `Delta` says which version chose its tokens); ``abort``
-                ends them.
+            in_flight: what becomes of answers that have begun: ``restart`` computes keys and
+                values of all their tokens anew and goes on with the new weights; ``continue`` goes
+                on upon the old keys and values (every `Delta` says which version chose its tokens;
+                of a preempted answer there are none, so it is as ``restart``); ``abort`` ends them.
 
         Raises:
             ValueError: for names or shapes that are not the model's; nothing was changed.
@@ -253,17 +264,18 @@ class Engine:
         self.tree.reset()
         for answer in list(self._answers.values()):
             request = answer.request
-            if request.status is Status.RUNNING and in_flight == "abort":
+            running = request.status is Status.RUNNING
+            if in_flight == "abort" and (running or request.generated):
                 self._end(answer, keep=False)
                 self._pending.append(self._delta(answer, finish_reason="abort"))
-                continue
-            if request.status is Status.RUNNING and in_flight == "continue":
+            elif in_flight == "continue" and running:
                 # Its keys and values are of two versions: nothing for others.
                 request.reuse = request.share = False
-                continue
-            if request.status is Status.RUNNING:
+            else:
                 self.scheduler.restart(request)
-            request.namespace = (self.weights_version, answer.salt)
+                request.namespace = (self.weights_version, answer.salt)
+                if answer.prompt is not None:
+                    answer.prompt = []  # what was scored so far is the old weights'
         return self.weights_version
 
     # ---- parts of a step ----
@@ -274,14 +286,15 @@ class Engine:
                           (self.weights_version, salt), priority,
                           reuse=params.prompt_logprobs is None or index > 0)
         self._next_id += 1
+        follow = None if grammar is None else grammar.start()
         state = SamplingState(params, prompt, end_ids=self.eos_token_ids, index=index,
-                              grammar=None if grammar is None else grammar.start())
+                              grammar=follow)
         wanted = params.prompt_logprobs is not None and index == 0
         return _Answer(
             self._next_number, index, params, request, state,
             Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens,
                         prompt_tail=prompt[-8:]),
-            StopChecker(params.stop, params.include_stop), salt, [] if wanted else None)
+            StopChecker(params.stop, params.include_stop), follow, salt, [] if wanted else None)
 
     def _compile(self, params: SamplingParams) -> Grammar:
         assert params.grammar is not None
@@ -296,9 +309,9 @@ class Engine:
             return Chunk(request, count, count)
         return Chunk(request, count, int(end == request.length))
 
-    def _settle(self, chunks: list[Chunk], logits_NV: Tensor) -> list[Delta]:
-        """From logits to tokens, text and ends; ``computed`` has moved on already."""
-        deltas: list[Delta] = []
+    def _settle(self, chunks: list[Chunk], logits_NV: Tensor, deltas: list[Delta]) -> None:
+        """From logits to tokens, text and ends, which join ``deltas`` one by one; ``computed`` has
+        moved on already."""
         answers: list[_Answer] = []
         rows: list[int] = []
         start = 0
@@ -317,9 +330,8 @@ class Engine:
         if answers:
             logits_SV = logits_NV if rows == list(range(logits_NV.shape[0])) else logits_NV[rows]
             choices = choose(logits_SV, [answer.state for answer in answers], self.model.ops)
-            deltas += [self._advance(answer, choice)
-                       for answer, choice in zip(answers, choices, strict=True)]
-        return deltas
+            for answer, choice in zip(answers, choices, strict=True):
+                deltas.append(self._advance(answer, choice))
 
     def _score_prompt(self, answer: _Answer, logits_TV: Tensor, count: int) -> None:
         """Log-probabilities of the prompt tokens that follow the rows just computed."""
@@ -337,12 +349,17 @@ class Engine:
             return self._finish(answer, (), "", "error", str(choice))
         token, params, request = choice.token_id, answer.params, answer.request
         request.append(token)
-        answer.state.accept(token)
-        ended = token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
+        try:
+            answer.state.accept(token)
+        except SamplingError as error:
+            return self._finish(answer, (choice,), "", "error", str(error))
+        ended = token in params.stop_token_ids or (
+            token in self.eos_token_ids and not params.ignore_eos)
         text = "" if ended else answer.detokenizer.push(token)
         if request.generated > params.min_tokens:
             text = answer.stops.push(text)
-        if ended or answer.stops.matched is not None:
+        complete = answer.grammar is not None and answer.grammar.is_finished
+        if ended or complete or answer.stops.matched is not None:
             return self._finish(answer, (choice,), text, "stop")
         if request.length >= request.max_length:
             return self._finish(answer, (choice,), text, "length")
@@ -352,7 +369,7 @@ class Engine:
                 reason: FinishReason, error: str | None = None) -> Delta:
         if answer.stops.matched is None:
             text += answer.stops.push(answer.detokenizer.finish()) + answer.stops.finish()
-            if answer.stops.matched is not None:
+            if answer.stops.matched is not None and reason != "error":
                 reason = "stop"
         self._end(answer)
         return self._delta(answer, choices, text, reason, error)
@@ -366,18 +383,19 @@ class Engine:
         if not siblings:
             del self._numbers[answer.number]
 
-    def _abort_all(self, requests: Iterable[Request]) -> None:
+    def _fail(self, requests: Iterable[Request]) -> None:
+        """Ends those of a failed step's requests that have not ended in it."""
         for request in requests:
-            answer = self._answers[request]
-            self._end(answer, keep=False)
-            self._pending.append(self._delta(answer, finish_reason="error",
-                                             error="The step this request was in failed."))
+            if (answer := self._answers.get(request)) is not None:
+                self._end(answer, keep=False)
+                self._pending.append(self._delta(answer, finish_reason="error",
+                                                 error="The step this request was in failed."))
 
     def _delta(self, answer: _Answer, choices: tuple[Choice, ...] = (), text: str = "",
                finish_reason: FinishReason | None = None, error: str | None = None) -> Delta:
         prompt = None
-        if answer.prompt is not None and (choices or finish_reason is not None):
+        if answer.prompt is not None and len(answer.prompt) == answer.request.prompt_length - 1:
             prompt, answer.prompt = tuple(answer.prompt), None
         return Delta(answer.number, answer.index, choices, text, finish_reason, error, prompt,
-                     min(answer.request.cached, answer.request.prompt_length),
+                     min(answer.request.found or 0, answer.request.prompt_length),
                      self.weights_version)

@@ -80,7 +80,7 @@ class Executor:
         size = self.pool.page_size
         for request, count, rows in work:
             end = request.computed + count
-            if not (0 <= rows <= count and 1 <= count and end <= request.length):
+            if not (0 <= rows <= count and count >= 1 and end <= request.length):
                 raise ValueError(f"{count} tokens (and logits of {rows}) were asked of a request "
                                  f"with {request.length - request.computed} to compute.")
             if end > min(len(request.pages) * size, self.max_context):
@@ -150,8 +150,9 @@ class Executor:
                 del self._recorded[next(iter(self._recorded))]  # the least recently used
             recorded = _RecordedDecode(self.model, self.pool, count,
                                        self.pool.pages_for(self.max_context))
-        self._recorded[count] = recorded
-        return recorded.run(requests)
+        logits = recorded.run(requests)
+        self._recorded[count] = recorded  # not before: a failed recording is of no use
+        return logits
 
 
 class _RecordedDecode:

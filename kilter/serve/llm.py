@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,9 @@ class LLM:
 
     def _beams(self, prompt: list[int], params: BeamParams) -> Answer:
         ends = self.engine.eos_token_ids
+        room = self.engine.max_context - len(prompt)
+        if room < params.max_tokens:  # as `generate` does; without any room it says so
+            params = replace(params, max_tokens=max(room, 1))
         search = BeamSearch(params, ends)
         vocab = self.engine.model.spec.vocab_size
         width = min(max(2, 1 + len(search.ends)) * params.width, vocab)
@@ -213,7 +217,7 @@ class LLM:
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) and isinstance(prompts[0], Integral):  # numpy's too
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -235,3 +239,6 @@ def _keep_best(answer: Answer, params: SamplingParams) -> None:
     best = best_answers([sum(c.logprobs) for c in answer.completions],
                         [len(c.token_ids) for c in answer.completions], params.n)
     answer.completions = [answer.completions[i] for i in best]
+    if params.logprobs is None:  # the engine computed them to choose by
+        for completion in answer.completions:
+            completion.choices = [Choice(token) for token in completion.token_ids]

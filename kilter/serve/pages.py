@@ -17,10 +17,11 @@ A page is held while at least one request counts on it, cached while only the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kilter.models.spec import ModelSpec
@@ -37,11 +38,15 @@ class PrefixCache(Protocol):
         """Gives up ``count`` cached pages, or all if there are fewer; returns how many."""
 
     def unheld(self, pages: SequenceOf[int]) -> None:
-        """These pages of the cache lost their last request and may be evicted from now on."""
+        """These pages of the cache, in the order of a text, lost their last request and may be
+        evicted from now on."""
 
 
 class Pages:
-    """Reference counts of ``num_pages`` pages of ``page_size`` tokens."""
+    """Reference counts of ``num_pages`` pages of ``page_size`` tokens.
+
+    Lists of pages are a text's, in its order, and name no page twice.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
@@ -51,8 +56,12 @@ class Pages:
         self.page_size = page_size
         self.num_cached = 0
         self._free = list(range(num_pages - 1, -1, -1))
-        self._requests = [0] * num_pages  # how many requests hold each page
+        self._requests = array("i", bytes(4 * num_pages))  # how many requests hold each page
         self._in_cache = bytearray(num_pages)
+        # The same memory for numpy: a long text has many pages, and all are counted each time.
+        self._requests_P = np.frombuffer(self._requests, np.intc)
+        self._in_cache_P = np.frombuffer(self._in_cache, np.bool_)
+        self._place_P = np.empty(num_pages, np.int64)
         self._cache: PrefixCache | None = None
 
     @property
@@ -91,44 +100,55 @@ class Pages:
             assert self._cache is not None, "pages are cached but no cache is attached"
             evicted = self._cache.evict(short)
             assert evicted == short, f"{short} cached pages were to be evicted, {evicted} were"
-        pages = [self._free.pop() for _ in range(count)]
+        start = len(self._free) - count
+        pages = self._free[start:]
+        del self._free[start:]
+        pages.reverse()
         for page in pages:
             self._requests[page] = 1
         return pages
 
-    def share(self, pages: Iterable[int]) -> list[int]:
+    def share(self, pages: SequenceOf[int]) -> list[int]:
         """Holds pages once more, for one more request (a prefix hit, a fork).
 
         Raises:
-            ValueError: for a page that is free.
+            ValueError: for a page that is free; nothing was changed.
         """
-        pages = list(pages)
-        for page in pages:
-            if self._requests[page] == 0:
-                if not self._in_cache[page]:
-                    raise ValueError(f"Page {page} was to be shared but is free.")
-                self.num_cached -= 1
-            self._requests[page] += 1
-        return pages
+        index = self._index(pages)
+        unheld = index[self._requests_P[index] == 0]
+        if not self._in_cache_P[unheld].all():
+            raise ValueError(f"Page {unheld[~self._in_cache_P[unheld]][0]} was to be shared but "
+                             f"is free.")
+        self.num_cached -= len(unheld)
+        self._requests_P[index] += 1
+        return list(pages)
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: SequenceOf[int]) -> None:
         """Undoes one `allocate` or `share` of each page.
 
         Raises:
-            ValueError: for a page that is not held; the ones before it were released.
+            ValueError: for a page that is not held; nothing was changed.
         """
-        cached: list[int] = []
-        try:
-            for page in pages:
-                if self._requests[page] == 0:
-                    raise ValueError(f"Page {page} was released but is not held.")
-                self._requests[page] -= 1
-                if self._requests[page] == 0:
-                    (cached if self._in_cache[page] else self._free).append(page)
-        finally:
-            self.num_cached += len(cached)
-            if cached and self._cache is not None:
-                self._cache.unheld(cached)
+        index = self._index(pages)
+        counts = self._requests_P[index] - 1
+        if (counts < 0).any():
+            raise ValueError(f"Page {index[counts < 0][0]} was released but is not held.")
+        self._requests_P[index] = counts
+        unheld = index[counts == 0]
+        inside = self._in_cache_P[unheld]
+        self._free += unheld[~inside].tolist()
+        cached = unheld[inside].tolist()
+        self.num_cached += len(cached)
+        if cached and self._cache is not None:
+            self._cache.unheld(cached)
+
+    def _index(self, pages: SequenceOf[int]) -> np.ndarray:
+        index = np.asarray(array("q", pages))
+        order = np.arange(len(index))
+        self._place_P[index] = order
+        if (self._place_P[index] != order).any():
+            raise ValueError(f"A list of pages names one twice: {list(pages)}.")
+        return index
 
     def growth(self, pages: SequenceOf[int], computed: int, end: int) -> int:
         """How many pages `grow` would allocate."""
@@ -175,24 +195,24 @@ class Pages:
         Raises:
             ValueError: for a page that is not held, or is in the cache already; nothing changed.
         """
-        for page in pages:
-            if self._requests[page] == 0:
-                raise ValueError(f"Page {page} was to enter the prefix cache but no request holds "
-                                 f"it, so its contents may be anything.")
-            if self._in_cache[page]:
-                raise ValueError(f"Page {page} was to enter the prefix cache a second time; a page "
-                                 f"belongs to one prefix in one namespace.")
-        for page in pages:
-            self._in_cache[page] = 1
+        index = self._index(pages)
+        unheld, inside = self._requests_P[index] == 0, self._in_cache_P[index]
+        if unheld.any():
+            raise ValueError(f"Page {index[unheld][0]} was to enter the prefix cache but no "
+                             f"request holds it, so its contents may be anything.")
+        if inside.any():
+            raise ValueError(f"Page {index[inside][0]} was to enter the prefix cache a second "
+                             f"time; a page belongs to one prefix in one namespace.")
+        self._in_cache_P[index] = True
 
     def leave_cache(self, pages: SequenceOf[int]) -> None:
         """The cache gives pages up; those that no request holds become free."""
-        for page in pages:
-            assert self._in_cache[page], f"page {page} is not in the prefix cache"
-            self._in_cache[page] = 0
-            if self._requests[page] == 0:
-                self.num_cached -= 1
-                self._free.append(page)
+        index = self._index(pages)
+        assert self._in_cache_P[index].all(), "a page is not in the prefix cache"
+        self._in_cache_P[index] = False
+        unheld = index[self._requests_P[index] == 0].tolist()
+        self.num_cached -= len(unheld)
+        self._free += unheld
 
     def check_integrity(self) -> None:
         """Recounts: raises AssertionError unless every page is free, cached or held, and only one

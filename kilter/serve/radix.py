@@ -30,7 +30,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 from typing import NamedTuple
 
-from kilter.serve.pages import OutOfPages, Pages
+from kilter.serve.pages import Pages
 
 _TOKEN = 4  # bytes of a token in a key
 
@@ -110,7 +110,6 @@ class RadixTree:
             (pages, length): the request's pages, to be released like any other, and how many
             tokens they hold.
         """
-        size = self.pages.page_size
         match, node, taken = self._find(key, namespace)
         pages = self.pages.share(match.pages)
         if node is not None:
@@ -118,14 +117,13 @@ class RadixTree:
             self._touch(self._split(node, taken) if 0 < taken < len(node.pages) else node)
         if match.partial is None:
             return pages, match.length
-        self.pages.share([match.partial])  # it must not be evicted to make room for its copy
-        try:
-            pages += self.pages.allocate(1)
-            self.pages.copy_page(match.partial, pages[-1], match.length % size)
-        except OutOfPages:
-            return pages, match.length // size * size
-        finally:
-            self.pages.release([match.partial])
+        if self.pages.num_available == 0:
+            return pages, len(pages) * self.pages.page_size
+        pages += self.pages.allocate(1)
+        # Where the partly shared page was itself evicted to make room, it is the one that was
+        # allocated, and nothing was written into it yet.
+        if pages[-1] != match.partial:
+            self.pages.copy_page(match.partial, pages[-1], match.length % self.pages.page_size)
         return pages, match.length
 
     def insert(self, key: bytes, pages: list[int], namespace: Hashable = None) -> None:
@@ -170,11 +168,11 @@ class RadixTree:
         return freed
 
     def unheld(self, pages: SequenceOf[int]) -> None:
-        """Called by `Pages` for cached pages that lost their last request."""
-        for page in pages:
-            leaf = self._leaves.get(page)
-            if leaf is not None:
-                self._queue(leaf)
+        """Called by `Pages` for cached pages that lost their last request. All but the last have
+        others of the tree after them, so only that can be the end of a leaf."""
+        leaf = self._leaves.get(pages[-1])
+        if leaf is not None:
+            self._queue(leaf)
 
     def drop_namespace(self, namespace: Hashable) -> None:
         """Forgets everything in a namespace (after a weight update, say). Pages that requests
@@ -321,10 +319,8 @@ class RadixTree:
 
     def _shorten(self, leaf: _Node, count: int) -> int:
         """Frees up to ``count`` pages from a leaf's end, down to one that is held."""
-        keep = len(leaf.pages)
-        stop = max(keep - count, 0)
-        while keep > stop and not self.pages.is_held(leaf.pages[keep - 1]):
-            keep -= 1
+        held = bisect_left(leaf.pages, True, key=lambda page: not self.pages.is_held(page))
+        keep = max(len(leaf.pages) - count, held)
         if keep == 0:
             count = len(leaf.pages)
             self._remove(leaf)

@@ -35,9 +35,11 @@ class Request:
         share: whether what it computes may enter the prefix cache.
         prompt_length: how many of the tokens are the prompt.
         cached: tokens whose keys and values were found at the last admission.
+        found: tokens that were found at the first one, None before it: a preempted request finds
+            much of what it computed itself, which is nothing that its prompt was spared.
         computed: tokens whose keys and values are in ``pages``.
         pages: page ids in order of position; held by this request.
-        since: the scheduler's step at which it began to wait.
+        since: the scheduler's step at which it came.
     """
 
     id: int
@@ -49,6 +51,7 @@ class Request:
     share: bool = True
     prompt_length: int = 0
     cached: int = 0
+    found: int | None = None
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     status: Status = Status.WAITING

@@ -335,13 +335,12 @@ def _reach(weights: np.ndarray, share: float, side: Literal["left", "right"]) ->
     sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1)
     passed = np.cumsum(np.append(sums, weights[whole:].sum()), dtype=np.float64)
     target = share * passed[-1]
-    # Rounding may put the target at the very end: never past the last block with any weight ...
-    block = min(int(np.searchsorted(passed, target, side)),
-                int(np.searchsorted(passed, passed[-1])))
+    block = min(int(np.searchsorted(passed, target, side)), passed.size - 1)
     inner = weights[block * _BLOCK:(block + 1) * _BLOCK]
     before = passed[block - 1] if block else 0.0
     at = int(np.searchsorted(np.cumsum(inner, dtype=np.float64), target - before, side))
-    # ... nor on a token without weight, which may be one that is forbidden.
+    # Where rounding leaves the block short of the target: never a token without weight, which may
+    # be a forbidden one.
     return block * _BLOCK + (at if at < inner.size else int(np.flatnonzero(inner)[-1]))
 
 

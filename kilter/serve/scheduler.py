@@ -10,8 +10,10 @@ answers with ``{request: tokens}``; a simulator can drive it as the engine does.
 **Who gives way.** When a running request needs a page and none is left, the newest running request
 is preempted: its pages go back (what they hold stays in the prefix cache while there is room) and
 it waits, to be computed again. Nobody is ever preempted for a newer one and a request alone always
-fits, so the oldest request makes progress in every step, whatever the others do; by induction
-every request ends.
+fits, so the oldest running request makes progress in every step, whatever the others do; by
+induction every request ends. Under the priority policy "older" means a rank of its own, in which a
+level of priority is a head start of so many steps: it never changes and only finitely many requests
+can come before another, so the same holds.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from typing import Literal
 
 import numpy as np
 
-from kilter.serve.radix import RadixTree, common_prefix
+from kilter.serve.radix import Match, RadixTree
 from kilter.serve.request import Request, Status
 
 Policy = Literal["fcfs", "prefix", "priority"]
 
 _SCAN = 64  # waiting requests looked at in one step
 _PREFIX_QUEUE = 128  # with more waiting, longest-prefix-first costs too much and is first-come
-_PATIENCE = 256  # steps after which a passed-over request goes before the policy's favourites
+_PATIENCE = 256  # steps that a level of priority is worth; also steps after which a request that
+# was passed over goes before those with a longer cached prefix
 _HISTORY = 256  # finished answers that the guess of an answer's length is taken from
+_NOTHING = Match(0, [], None)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class SchedulerConfig:
         mixed_tokens: tokens of a step in which somebody does: the longer a step, the longer
             those who decode wait for their next token.
         policy: ``fcfs``: first come, first served. ``prefix``: longest cached prefix first (first
-            come when the queue is long). ``priority``: by `Request.priority`.
+            come when the queue is long). ``priority``: by `Request.priority`, of which each level
+            is worth a head start of 256 steps, so that nobody waits for ever.
 
     Raises:
         ValueError: listing every limit that is out of range.
@@ -82,6 +87,10 @@ class Scheduler:
         self.preemptions = 0
         self._answers: deque[int] = deque(maxlen=_HISTORY)
         self._expected: int | None = None  # tokens of an answer, from `_answers`
+        self._departures = 0  # requests that stopped running
+        self._refused: tuple[Request, int, int] | None = None  # see `_admit`
+        self._matches: dict[Request, Match] = {}  # of waiting requests, at `_matched_version`
+        self._matched_version = -1
 
     @property
     def idle(self) -> bool:
@@ -93,8 +102,8 @@ class Scheduler:
         Raises:
             ValueError: if it could not run even alone.
         """
-        # The last token is only given out, never computed on.
-        need = self.pages.pages_for(request.max_length - 1)
+        # The last token of an answer is only given out, never computed on.
+        need = self.pages.pages_for(max(request.max_length - 1, request.length))
         if need > self.pages.num_pages:
             raise ValueError(
                 f"A request of {request.prompt_length} prompt tokens and up to "
@@ -146,20 +155,19 @@ class Scheduler:
         """Ends a request, wherever it is (also an abort). ``keep`` leaves what it computed in the
         prefix cache."""
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._give_back(request, keep)
+            self._leave(request, keep)
             if request.generated:
                 self._answers.append(request.generated)
                 self._expected = None
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
+            self._matches.pop(request, None)
         request.status = Status.FINISHED
 
     def restart(self, request: Request) -> None:
         """Makes a running request wait and compute everything again, in its present namespace."""
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._give_back(request, keep=False)
+            self._leave(request, keep=False)
             self._wait_again(request)
 
     def check_integrity(self) -> None:
@@ -176,26 +184,30 @@ class Scheduler:
     # Order
 
     def _rank(self, request: Request) -> tuple[int, int]:
-        return (-request.priority if self.config.policy == "priority" else 0, request.id)
+        if self.config.policy == "priority":
+            return (request.since - _PATIENCE * request.priority, request.id)
+        return (0, request.id)
 
     def _candidates(self) -> list[Request]:
         """The waiting requests to look at now, in order."""
-        late = self.steps - _PATIENCE
-        if self.config.policy == "fcfs":
+        if self.config.policy != "prefix" or len(self.waiting) > _PREFIX_QUEUE:
             return self.waiting[:_SCAN]
-        if self.config.policy == "priority":
-            order = sorted(self.waiting, key=lambda r: (r.since > late, *self._rank(r)))
-        elif len(self.waiting) > _PREFIX_QUEUE:
-            order = self.waiting
-        else:
-            order = sorted(self.waiting, key=lambda r: (
-                r.since > late, 0 if r.since <= late else -self._match(r), r.id))
-        return order[:_SCAN]
+        late = self.steps - _PATIENCE
+        return sorted(self.waiting, key=lambda r: (
+            r.since > late, 0 if r.since <= late else -self._match(r).length, r.id))[:_SCAN]
 
-    def _match(self, request: Request) -> int:
+    def _match(self, request: Request) -> Match:
+        """What the cache holds of a waiting request; looked up again when the cache changes."""
         if not request.reuse:
-            return 0
-        return self.tree.match(request.key(), request.namespace).length
+            return _NOTHING
+        if self._matched_version != self.tree.version:
+            self._matches.clear()
+            self._matched_version = self.tree.version
+        match = self._matches.get(request)
+        if match is None:
+            match = self.tree.match(request.key(), request.namespace)
+            self._matches[request] = match
+        return match
 
     # Pages
 
@@ -221,17 +233,18 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
         request.preemptions += 1
-        self.running.remove(request)
-        self._give_back(request, keep=True)
+        self._leave(request, keep=True)
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
         request.computed = request.cached = 0
         request.status = Status.WAITING
-        request.since = self.steps
         insort(self.waiting, request, key=self._rank)
 
-    def _give_back(self, request: Request, keep: bool) -> None:
+    def _leave(self, request: Request, keep: bool) -> None:
+        """Takes a request out of those that run; its pages go back."""
+        self.running.remove(request)
+        self._departures += 1
         if keep and request.share:
             pages = request.pages[:self.pages.pages_for(request.computed)]
             spare = request.pages[len(pages):]
@@ -244,27 +257,38 @@ class Scheduler:
     # Admission
 
     def _admit(self, work: dict[Request, int], budget: int) -> None:
-        for request in self._candidates() if budget > 0 else ():
+        if budget <= 0 or len(self.running) >= self.config.max_running:
+            return
+        for request in self._candidates():
+            match = self._match(request)
+            if self._will_be_computed(request, match.length):
+                continue  # somebody is computing its prefix right now: wait for that
+            # As long as nobody leaves, who was refused would be refused again.
+            asked = (request, match.length, self._departures)
+            if self.running and (asked == self._refused or not self._fits(request, match)):
+                self._refused = asked
+                return
+            budget -= self._start(request, budget, work)
             if budget <= 0 or len(self.running) >= self.config.max_running:
                 return
-            match = self._match(request)
-            if self._will_be_computed(request, match):
-                continue  # somebody is computing its prefix right now: wait for that
-            if self.running and not self._fits(request, match):
-                return
-            if request.reuse:
-                request.pages, request.computed = self.tree.acquire(
-                    request.key(), request.namespace)
-            request.cached = request.computed
-            request.status = Status.RUNNING
-            self.waiting.remove(request)
-            insort(self.running, request, key=self._rank)
-            room = (len(request.pages) + self.pages.num_available) * self.pages.page_size
-            end = min(request.length, request.computed + budget, room)
-            if end > request.computed:
-                self.pages.grow(request.pages, request.computed, end)
-                work[request] = end - request.computed
-                budget -= end - request.computed
+
+    def _start(self, request: Request, budget: int, work: dict[Request, int]) -> int:
+        """Makes a waiting request run; returns how many tokens it computes in this step."""
+        if request.reuse:
+            request.pages, request.computed = self.tree.acquire(request.key(), request.namespace)
+        request.cached = request.computed
+        if request.found is None:
+            request.found = request.cached
+        request.status = Status.RUNNING
+        self.waiting.remove(request)
+        self._matches.pop(request, None)
+        insort(self.running, request, key=self._rank)
+        room = (len(request.pages) + self.pages.num_available) * self.pages.page_size
+        count = min(request.length, request.computed + budget, room) - request.computed
+        if count > 0:
+            self.pages.grow(request.pages, request.computed, request.computed + count)
+            work[request] = count
+        return max(count, 0)
 
     def _will_be_computed(self, request: Request, match: int) -> bool:
         """Whether a running request is about to compute at least a page more of this one's
@@ -272,25 +296,26 @@ class Scheduler:
         if not request.reuse:
             return False
         size = self.pages.page_size
-        key: bytes | None = None
         for other in self.running:
-            if other.length - other.computed <= 1 or other.namespace != request.namespace:
+            if (other.length - other.computed <= 1 or other.namespace != request.namespace
+                    or not other.share):
                 continue
-            key = request.key(request.length - 1) if key is None else key
-            shared = min(common_prefix(key, other.key()), other.length)
-            if shared // size > match // size and shared // size * size > other.computed:
+            end = (max(match, other.computed) // size + 1) * size
+            if end < request.length and end <= other.length and (
+                    request.key(end) == other.key(end)):
                 return True
         return False
 
-    def _fits(self, request: Request, match: int) -> bool:
+    def _fits(self, request: Request, match: Match) -> bool:
         """Whether the running requests and this one would fit to the end of each, if answers
         get as long as recent ones did: the most pages that are held at any moment, with the
         requests that end before it gone (arXiv 2507.10150 plans so)."""
         everyone = [*self.running, request]
         size = self.pages.page_size
-        lengths = np.array([r.length for r in everyone])
-        shared = np.array([r.cached for r in self.running] + [match]) // size
-        left = np.array([self._left(r) for r in everyone])
+        expected = self._expected_tokens(request.preemptions)
+        lengths = np.array([len(r.tokens) for r in everyone])
+        shared = np.array([r.cached for r in self.running] + [match.length]) // size
+        left = np.array([_left(r, expected) for r in everyone])
         order = np.argsort(-left, kind="stable")  # who stays longest first
         left, lengths, shared = left[order], lengths[order], shared[order]
         # When the i-th in this order ends, the first i + 1 are there, each grown by left[i]; the
@@ -299,15 +324,23 @@ class Scheduler:
         there = np.tril(np.ones((len(everyone), len(everyone)), dtype=bool))
         peak = int(np.where(there, grown, 0).sum(axis=1).max())
         common = self.pages.num_held - sum(len(r.pages) - r.cached // size for r in self.running)
-        return peak + max(common, 0) <= self.pages.num_pages
+        common = max(common, 0) + sum(not self.pages.is_held(page) for page in match.pages)
+        return peak + common <= self.pages.num_pages
 
-    def _left(self, request: Request) -> int:
-        """Guess of the tokens a request still generates: the longest tenth of recent answers, and
-        all it may generate while there are none or once it is past that."""
-        most = request.max_length - request.length
+    def _expected_tokens(self, preemptions: int) -> int | None:
+        """Guess of an answer's tokens: the longest tenth of recent ones; None while there are none.
+        It doubles with each preemption of the request that asks: a guess that was too low has
+        led to them, and so there are few."""
         if not self._answers:
-            return most
+            return None
         if self._expected is None:
             self._expected = int(np.quantile(np.array(self._answers), 0.9, method="higher"))
-        left = self._expected - request.generated
-        return min(left, most) if left > 0 else most
+        return self._expected << min(preemptions, 32)
+
+
+def _left(request: Request, expected: int | None) -> int:
+    """Guess of the tokens a request still generates: all it may, where nothing is expected or it
+    is past that."""
+    most = request.max_length - request.length
+    left = 0 if expected is None else expected - request.generated
+    return min(left, most) if left > 0 else most

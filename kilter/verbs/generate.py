@@ -48,9 +48,10 @@ def run(args: argparse.Namespace) -> int:
                 print(delta.text, end="", flush=True)
         print()
         return 0
-    records: list[dict[str, Any]] = [{"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens),
-                "token_ids": [], "logprobs": []}
-               for prompt, tokens in zip(prompts, ids, strict=True)]
+    records: list[dict[str, Any]] = [
+        {"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens),
+         "token_ids": [], "logprobs": []}
+        for prompt, tokens in zip(prompts, ids, strict=True)]
     with progress("Generating") as update:
         done = 0
         while engine.busy:

@@ -51,6 +51,7 @@ def test_gradient_is_torchs() -> None:
     embed(tokens, table, 2.5).backward(cotangent)
     other = table.detach().clone().requires_grad_()
     (torch.nn.functional.embedding(tokens, other) * 2.5).backward(cotangent)
+    assert table.grad is not None and other.grad is not None
     assert torch.allclose(table.grad, other.grad, atol=1e-6)
 
 

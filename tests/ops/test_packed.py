@@ -109,7 +109,8 @@ def test_a_memory_mapped_file_is_packed_in_place(tmp_path: Path) -> None:
 
 def test_every_instruction_set_writes_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(37, 77)
-    sources = [(weight, name) for name in ("fp32", "bf16", "fp16", "int8", "int4")]
+    sources: list[tuple[Tensor | QuantTensor, str]] = [
+        (weight, name) for name in ("fp32", "bf16", "fp16", "int8", "int4")]
     sources += [(quantised(37, 3, *kind), "auto") for kind in KINDS]
     seen: dict[int, list[PackedWeight]] = {}
     for isa in runnable_isas():
@@ -128,7 +129,7 @@ def test_rows_of_a_quant_tensor_are_exact() -> None:
 
 
 def test_errors_say_everything_that_is_wrong() -> None:
-    with pytest.raises(ValueError, match="float64.*shape \\(3,\\)"):
+    with pytest.raises(ValueError, match=r"float64.*shape \(3,\)"):
         pack(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="storage is 'q4'"):
         pack(torch.zeros(3, 3), "q4")

@@ -76,6 +76,17 @@ def test_a_wide_beam_finds_the_best_of_all_answers(model: Any) -> None:
     assert search.finished[0].score == pytest.approx(total.max(), rel=1e-5)
 
 
+@pytest.mark.parametrize("early_stopping,length_penalty,done", [
+    (True, 1.0, True), (False, 1.0, True), ("never", 1.0, False), ("never", 0.0, True),
+    ("never", -1.0, True)])
+def test_when_a_longer_answer_may_still_win(early_stopping: Any, length_penalty: float, done: bool
+                                            ) -> None:
+    """Finished at -0.5, running at -1.0: only at ten tokens could it average -0.1."""
+    search = BeamSearch(BeamParams(1, 10, length_penalty, early_stopping), end_ids=[0])
+    search.advance(np.array([[-0.5, -1.0]], dtype=np.float32))
+    assert search.done is done
+
+
 def test_ties_go_to_the_earlier_beam_and_the_lower_token() -> None:
     logprobs = np.log(np.full((2, 4), 0.25, dtype=np.float32))
     moves, finishing = expand(logprobs, np.zeros(2, dtype=np.float32), 2, ends={1})

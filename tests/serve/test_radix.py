@@ -435,6 +435,7 @@ def test_keeping_a_text_again_counts_as_use() -> None:
     assert engine.tree.version == version  # nothing is matched that was not before
     assert engine.tree.evict(2) == 2
     assert engine.tree.match(token_key((1,) * 5)).length == 4
+    version = engine.tree.version
     engine.serve((2,) * 4)
     assert engine.tree.version != version
 

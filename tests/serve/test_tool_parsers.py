@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.serve.grammar import GrammarCompiler
+from kilter.serve.grammar import GrammarCompiler, GrammarError
 from kilter.serve.load import open_tokenizer
 from kilter.serve.tool_parsers import (
     CallArguments,
@@ -26,7 +26,7 @@ from kilter.serve.tool_parsers import (
     tool_format,
 )
 from kilter.weights.bridge import open_model
-from tests.serve.test_grammar import generate, text_of
+from tests.serve.test_grammar import generate, sentencepiece_tokenizer, text_of
 
 WEATHER = '{"city": "São Paulo", "days": [1, {"a": "}"}], "say": "\\"</tool_call>; {"}'
 TOOLS: list[dict[str, Any]] = [
@@ -203,24 +203,47 @@ def test_forced_calls_are_calls(compiler: GrammarCompiler, format: ToolFormat,
                                 function: str | None) -> None:
     tokenizer = compiler._tokenizer
     grammar = compiler.compile(tool_call_grammar(TOOLS, format, function))
-    several = 0
+    whole = 0
     for seed in range(12):
         state = grammar.start()
-        tokens = generate(state, tokenizer.vocab_size, seed, prefer_end_after=40 * (seed % 2))
+        tokens = generate(state, tokenizer.vocab_size, seed)
         if not state.is_finished:
-            continue
+            continue  # uniform logits seldom close what they open
+        whole += 1
         content, calls = parse_tool_calls(text_of(tokenizer, tokens), format, ["now", "weather"])
         assert not content and calls
-        several += len(calls) > 1
         for call in calls:
             assert call.name in ([function] if function else ["now", "weather"])
             arguments = json.loads(call.arguments)
             assert call.name != "weather" or isinstance(arguments["city"], str)
-    assert (several > 0) == (function is None)
-    single = compiler.compile(tool_call_grammar(TOOLS, format, parallel=False))
-    state = single.start()
-    text = text_of(tokenizer, generate(state, tokenizer.vocab_size, 1))
-    assert len(parse_tool_calls(text, format)[1]) == 1
+    assert whole
+
+
+def test_what_a_forced_call_may_be() -> None:
+    tokenizer = sentencepiece_tokenizer([])
+    compiler = GrammarCompiler(tokenizer)
+
+    def allows(text: str, format: ToolFormat, function: str | None = None, parallel: bool = True
+               ) -> bool:
+        grammar = compiler.compile(tool_call_grammar(TOOLS, format, function, parallel))
+        try:
+            return grammar.start(list(text.encode())).may_end
+        except GrammarError:
+            return False
+
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    paris = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    assert allows(now, "hermes") and allows(paris, "hermes")
+    assert allows(f"{now}\n{paris}", "hermes")
+    assert not allows(f"{now}\n{paris}", "hermes", parallel=False)
+    assert allows(now, "hermes", "now") and not allows(paris, "hermes", "now")
+    assert not allows(f"{now}\n{now}", "hermes", "now")
+    assert not allows(paris.replace("city", "town"), "hermes")
+    assert not allows(paris.replace("Paris", 'Paris", "x": "y'), "hermes")
+    assert not allows("Sure! " + now, "hermes") and not allows("", "hermes")
+    bare = '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}'
+    assert allows(bare, "llama3", "weather") and allows(f"{bare}; {bare}", "llama3")
+    assert not allows(bare.replace("2", '"2"'), "llama3") and not allows(bare, "hermes")
 
 
 def test_bad_tools_are_all_listed() -> None:

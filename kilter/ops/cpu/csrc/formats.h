@@ -96,6 +96,7 @@ struct Elements {
 
 struct Grouped {
   static constexpr bool kGrouped = true;
+  static constexpr long kAhead = 512;  // bytes; the processor alone is late on these short streams
   KT_INLINE static const uint8_t* at(const Layout& w, const uint8_t* panel, long k) {
     return panel + k / w.group * w.group_bytes;
   }
@@ -121,7 +122,11 @@ struct Int8 : Grouped {
       long k;
       KT_INLINE f32x16 operator[](int j) const { return g.one(k + j); }
     };
-    KT_INLINE Eight eight(long k) const { return {*this, k}; }
+    KT_INLINE Eight eight(long k) const {
+      __builtin_prefetch(q + k * 16 + kAhead);
+      __builtin_prefetch(q + k * 16 + kAhead + 64);
+      return {*this, k};
+    }
   };
 };
 
@@ -165,6 +170,7 @@ struct Int4 : Grouped {
     };
     KT_INLINE Eight eight(long k) const {
       const uint8_t* p = q + k / 8 * 64;
+      __builtin_prefetch(p + kAhead);
 #if KT_AVX512
       return {*this, _mm512_loadu_si512(p)};
 #elif KT_AVX2

@@ -42,11 +42,12 @@ constexpr long kDepth = 128;       // stretch of k: four panels of it are 32 KB
 constexpr long kDepth = 256;       // one panel of it is 16 KB
 #endif
 
-// Up to how many rows it is best to read the weights as they lie (where registers are plenty, the
-// cheap widening of 16 bits may be done twice).
-constexpr long direct_rows(int storage) {
-  return (storage == kBf16 || storage == kFp16) && kTileRows > kWideRows ? 2 * kTileRows
-                                                                         : kTileRows;
+// Whether it is best to read the weights as they lie: one tile of rows, or two, of equally many
+// panels, where registers are plenty and widening is cheap enough to be done twice.
+constexpr bool read_directly(int storage, long rows) {
+  if (rows <= kTileRows) return true;
+  return (storage == kBf16 || storage == kFp16) && kTileRows > kWideRows && rows <= 2 * kTileRows &&
+         tile_panels(int(rows / 2)) == tile_panels(int(rows + 1) / 2);
 }
 
 // Thread-local memory that only grows.
@@ -70,7 +71,7 @@ class Linear {
         units(gated ? w.half_panels : w.panels), unit_panels(gated ? 2 : 1),
         row_blocks((a.rows + kRowBlock - 1) / kRowBlock) {
     const bool aligned = !w.grouped() || a.splits == 1 || w.k / a.splits % w.group == 0;
-    direct = !w.plain() && aligned && a.rows <= direct_rows(w.storage);
+    direct = !w.plain() && aligned && read_directly(w.storage, a.rows);
   }
 
   void run() const {
@@ -200,8 +201,8 @@ class Linear {
     for (int p = 0; p < 4; ++p)
       ahead.from[p] = w.panel(block->panel[std::min(b + p % n, kBlock - 1)]) + w.offset(k0);
     ahead.bytes = w.offset(std::min(k1, w.k)) - w.offset(k0);
-    // Long streams the processor foresees by itself, once each has begun.
-    if (a.rows <= 8 && !w.grouped()) ahead.bytes = std::min(ahead.bytes, 1024L);
+    // Where reading is all there is, the processor goes faster alone once each stream has begun.
+    if (a.rows <= 6) ahead.bytes = std::min(ahead.bytes, 1024L);
     ahead.lines = int((n * ahead.bytes / 64 + steps / 8 - 1) / (steps / 8));
     return ahead;
   }
