@@ -367,7 +367,7 @@ class Engine:
 
     def _finish(self, answer: _Answer, choices: tuple[Choice, ...], text: str,
                 reason: FinishReason, error: str | None = None) -> Delta:
-        if answer.stops.matched is None:
+        if answer.stops.matched is None and answer.request.generated:
             text += answer.stops.push(answer.detokenizer.finish()) + answer.stops.finish()
             if answer.stops.matched is not None and reason != "error":
                 reason = "stop"

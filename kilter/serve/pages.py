@@ -37,15 +37,15 @@ class PrefixCache(Protocol):
     def evict(self, count: int) -> int:
         """Gives up ``count`` cached pages, or all if there are fewer; returns how many."""
 
-    def unheld(self, pages: SequenceOf[int]) -> None:
-        """These pages of the cache, in the order of a text, lost their last request and may be
-        evicted from now on."""
+    def unheld(self, page: int) -> None:
+        """Pages of the cache lost their last request and may be evicted from now on; this is the
+        last of them in their text."""
 
 
 class Pages:
     """Reference counts of ``num_pages`` pages of ``page_size`` tokens.
 
-    Lists of pages are a text's, in its order, and name no page twice.
+    A list of pages is a text's or a part of one's: in its order, no page twice.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -61,7 +61,6 @@ class Pages:
         # The same memory for numpy: a long text has many pages, and all are counted each time.
         self._requests_P = np.frombuffer(self._requests, np.intc)
         self._in_cache_P = np.frombuffer(self._in_cache, np.bool_)
-        self._place_P = np.empty(num_pages, np.int64)
         self._cache: PrefixCache | None = None
 
     @property
@@ -79,6 +78,11 @@ class Pages:
 
     def is_held(self, page: int) -> bool:
         return self._requests[page] > 0
+
+    def num_unshared(self, pages: SequenceOf[int]) -> int:
+        """How many pages come before the first that several requests hold."""
+        shared = np.flatnonzero(self._requests_P[_index(pages)] > 1)
+        return int(shared[0]) if len(shared) else len(pages)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -114,7 +118,7 @@ class Pages:
         Raises:
             ValueError: for a page that is free; nothing was changed.
         """
-        index = self._index(pages)
+        index = _index(pages)
         unheld = index[self._requests_P[index] == 0]
         if not self._in_cache_P[unheld].all():
             raise ValueError(f"Page {unheld[~self._in_cache_P[unheld]][0]} was to be shared but "
@@ -129,7 +133,7 @@ class Pages:
         Raises:
             ValueError: for a page that is not held; nothing was changed.
         """
-        index = self._index(pages)
+        index = _index(pages)
         counts = self._requests_P[index] - 1
         if (counts < 0).any():
             raise ValueError(f"Page {index[counts < 0][0]} was released but is not held.")
@@ -137,18 +141,10 @@ class Pages:
         unheld = index[counts == 0]
         inside = self._in_cache_P[unheld]
         self._free += unheld[~inside].tolist()
-        cached = unheld[inside].tolist()
+        cached = unheld[inside]
         self.num_cached += len(cached)
-        if cached and self._cache is not None:
-            self._cache.unheld(cached)
-
-    def _index(self, pages: SequenceOf[int]) -> np.ndarray:
-        index = np.asarray(array("q", pages))
-        order = np.arange(len(index))
-        self._place_P[index] = order
-        if (self._place_P[index] != order).any():
-            raise ValueError(f"A list of pages names one twice: {list(pages)}.")
-        return index
+        if len(cached) and self._cache is not None:
+            self._cache.unheld(int(cached[-1]))
 
     def growth(self, pages: SequenceOf[int], computed: int, end: int) -> int:
         """How many pages `grow` would allocate."""
@@ -195,7 +191,7 @@ class Pages:
         Raises:
             ValueError: for a page that is not held, or is in the cache already; nothing changed.
         """
-        index = self._index(pages)
+        index = _index(pages)
         unheld, inside = self._requests_P[index] == 0, self._in_cache_P[index]
         if unheld.any():
             raise ValueError(f"Page {index[unheld][0]} was to enter the prefix cache but no "
@@ -207,7 +203,7 @@ class Pages:
 
     def leave_cache(self, pages: SequenceOf[int]) -> None:
         """The cache gives pages up; those that no request holds become free."""
-        index = self._index(pages)
+        index = _index(pages)
         assert self._in_cache_P[index].all(), "a page is not in the prefix cache"
         self._in_cache_P[index] = False
         unheld = index[self._requests_P[index] == 0].tolist()
@@ -227,6 +223,11 @@ class Pages:
         assert (len(free), len(cached), len(held)) == (
             self.num_free, self.num_cached, self.num_held), "the counters are off"
         assert len(free) + len(cached) + len(held) == self.num_pages, "pages were lost"
+
+
+def _index(pages: SequenceOf[int]) -> np.ndarray:
+    """A list as a numpy index; by way of `array`, which reads lists several times faster."""
+    return np.asarray(array("q", pages))
 
 
 class PagePool(Pages):

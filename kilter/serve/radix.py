@@ -15,9 +15,10 @@ with a text is a neighbour of the place where the text would stand.
 
 **Locking.** There are no locks beside the pages' reference counts, so none can go out of step. A
 request holds the tree's own pages from the root down to where its prefix ends (`acquire` shares
-them; `insert` swaps duplicates for them), hence whatever is held has all its ancestors held,
-every page that is only cached can be evicted leaf by leaf, and releasing a request's pages is
-all that unlocks them. Splits, evictions and `drop_namespace` do not concern a request.
+them; `insert` swaps duplicates for them, and takes no page that a fork still holds, which may
+have other pages before it). Hence whatever is held has all its ancestors held, every page that is
+only cached can be evicted leaf by leaf, and releasing a request's pages is all that unlocks them.
+Splits, evictions and `drop_namespace` do not concern a request.
 """
 
 from __future__ import annotations
@@ -121,9 +122,8 @@ class RadixTree:
             return pages, len(pages) * self.pages.page_size
         pages += self.pages.allocate(1)
         # Where the partly shared page was itself evicted to make room, it is the one that was
-        # allocated, and nothing was written into it yet.
-        if pages[-1] != match.partial:
-            self.pages.copy_page(match.partial, pages[-1], match.length % self.pages.page_size)
+        # allocated: it still holds what it held, and is copied onto itself.
+        self.pages.copy_page(match.partial, pages[-1], match.length % self.pages.page_size)
         return pages, match.length
 
     def insert(self, key: bytes, pages: list[int], namespace: Hashable = None) -> None:
@@ -131,7 +131,8 @@ class RadixTree:
 
         Where the tree already has the same text, the request's ``pages`` are replaced in place by
         the tree's and its own released: identical prompts computed at the same time end up on
-        one copy.
+        one copy. Pages shared with a fork enter when only one of the two holds them (insert
+        before forking, and they are in the tree already).
 
         Args:
             key: the text of which keys and values are computed.
@@ -167,10 +168,10 @@ class RadixTree:
                 freed += self._shorten(leaf, count - freed)
         return freed
 
-    def unheld(self, pages: SequenceOf[int]) -> None:
-        """Called by `Pages` for cached pages that lost their last request. All but the last have
-        others of the tree after them, so only that can be the end of a leaf."""
-        leaf = self._leaves.get(pages[-1])
+    def unheld(self, page: int) -> None:
+        """Called by `Pages` where a text's pages lost their last request. This is the last one;
+        the others have it after them in the tree, so only this can be the end of a leaf."""
+        leaf = self._leaves.get(page)
         if leaf is not None:
             self._queue(leaf)
 
@@ -270,24 +271,30 @@ class RadixTree:
         self._touch(node)
 
     def _graft(self, node: _Node, run: bytes, pages: SequenceOf[int]) -> _Node:
-        """Puts the rest of a text below a node that no child goes on with for a whole page."""
+        """Puts the rest of a text below a node that no child goes on with for a whole page.
+        Returns the deepest node with the text."""
+        pages = pages[:-(-len(run) // self._page_bytes)]
+        pages = pages[:self.pages.num_unshared(pages)]
+        run = run[:len(pages) * self._page_bytes]
+        if not run:
+            return node
         head = run[:self._page_bytes]
         for near in node.neighbours(head):
             if near.run.startswith(head):  # a partial page, and the tree has it
                 return near
             if head.startswith(near.run):  # a partial page of the tree that this one replaces
                 self._remove(near)
-        return self._add(node, run, pages[:-(-len(run) // self._page_bytes)])
+        return self._add(node, run, pages)
 
     def _adopt(self, ours: list[int], pages: list[int], start: int) -> None:
         """Replaces a request's copies of the tree's pages ``ours`` by those."""
-        if pages[start:start + len(ours)] == ours:
+        own = pages[start:start + len(ours)]
+        if own == ours:  # fast where they are the very same numbers
             return
-        for i, page in enumerate(ours, start):
-            if pages[i] != page:
-                self.pages.release([pages[i]])
-                self.pages.share([page])
-                pages[i] = page
+        swaps = [(i, page) for i, page in enumerate(ours) if own[i] != page]
+        self.pages.release([own[i] for i, _ in swaps])
+        self.pages.share([page for _, page in swaps])
+        pages[start:start + len(ours)] = ours
 
     # The shape of the tree
 

@@ -121,12 +121,13 @@ class Scheduler:
         work: dict[Request, int] = {}
         before = self.preemptions
         prefills = []
+        size = self.pages.page_size
         for request in list(self.running):
             if request.status is not Status.RUNNING:
                 continue  # it gave way to an older one just now
-            if request.length - request.computed > 1:
+            if len(request.tokens) - request.computed > 1:
                 prefills.append(request)
-            elif self._make_room(request, 1, work):
+            elif request.computed < len(request.pages) * size or self._make_room(request, 1, work):
                 work[request] = 1
         limit = self.config.mixed_tokens if work else self.config.prefill_tokens
         budget = max(limit - len(work), limit // 4, 1)  # many decodes do not starve a prefill
@@ -146,7 +147,7 @@ class Scheduler:
     def settle(self, work: dict[Request, int]) -> None:
         """Says that a step's work is done; what of it ends a page may be shared from now on."""
         for request, count in work.items():
-            prefill = request.computed + 1 < request.length
+            prefill = request.computed + 1 < len(request.tokens)
             request.computed += count
             if prefill and request.share:
                 self.tree.insert(request.key(request.computed), request.pages, request.namespace)
@@ -257,20 +258,33 @@ class Scheduler:
     # Admission
 
     def _admit(self, work: dict[Request, int], budget: int) -> None:
-        if budget <= 0 or len(self.running) >= self.config.max_running:
+        if budget <= 0 or len(self.running) >= self.config.max_running or (
+                self.pages.num_available == 0):
             return
+        prefilling = [r for r in self.running if len(r.tokens) - r.computed > 1 and r.share]
+        rows_R5: np.ndarray | None = None
         for request in self._candidates():
             match = self._match(request)
-            if self._will_be_computed(request, match.length):
-                continue  # somebody is computing its prefix right now: wait for that
-            # As long as nobody leaves, who was refused would be refused again.
-            asked = (request, match.length, self._departures)
-            if self.running and (asked == self._refused or not self._fits(request, match)):
-                self._refused = asked
-                return
-            budget -= self._start(request, budget, work)
+            if request.reuse and self._will_be_computed(request, match.length, prefilling):
+                continue  # wait for that
+            if self.running:
+                # As long as nobody leaves, who was refused would be refused again.
+                asked = (request, match.length, self._departures)
+                if asked == self._refused:
+                    return
+                if rows_R5 is None:
+                    rows_R5 = np.array([_row(r) for r in self.running])
+                if not self._fits(rows_R5, request, match):
+                    self._refused = asked
+                    return
+            count = self._start(request, budget, work)
+            budget -= count
             if budget <= 0 or len(self.running) >= self.config.max_running:
                 return
+            if len(request.tokens) - request.computed > 1 and request.share:
+                prefilling.append(request)
+            if rows_R5 is not None:
+                rows_R5 = np.vstack((rows_R5, _row(request)))
 
     def _start(self, request: Request, budget: int, work: dict[Request, int]) -> int:
         """Makes a waiting request run; returns how many tokens it computes in this step."""
@@ -290,42 +304,35 @@ class Scheduler:
             work[request] = count
         return max(count, 0)
 
-    def _will_be_computed(self, request: Request, match: int) -> bool:
+    def _will_be_computed(self, request: Request, match: int, prefilling: list[Request]) -> bool:
         """Whether a running request is about to compute at least a page more of this one's
         prefix than is cached now."""
-        if not request.reuse:
-            return False
         size = self.pages.page_size
-        for other in self.running:
-            if (other.length - other.computed <= 1 or other.namespace != request.namespace
-                    or not other.share):
-                continue
+        for other in prefilling:
             end = (max(match, other.computed) // size + 1) * size
-            if end < request.length and end <= other.length and (
-                    request.key(end) == other.key(end)):
+            if (end < request.length and end <= other.length
+                    and other.namespace == request.namespace
+                    and request.key(end) == other.key(end)):
                 return True
         return False
 
-    def _fits(self, request: Request, match: Match) -> bool:
+    def _fits(self, rows_R5: np.ndarray, request: Request, match: Match) -> bool:
         """Whether the running requests and this one would fit to the end of each, if answers
-        get as long as recent ones did: the most pages that are held at any moment, with the
-        requests that end before it gone (arXiv 2507.10150 plans so)."""
-        everyone = [*self.running, request]
+        get as long as recent ones did (arXiv 2507.10150 plans so).
+
+        rows_R5: `_row` of each running request.
+        """
         size = self.pages.page_size
-        expected = self._expected_tokens(request.preemptions)
-        lengths = np.array([len(r.tokens) for r in everyone])
-        shared = np.array([r.cached for r in self.running] + [match.length]) // size
-        left = np.array([_left(r, expected) for r in everyone])
-        order = np.argsort(-left, kind="stable")  # who stays longest first
-        left, lengths, shared = left[order], lengths[order], shared[order]
-        # When the i-th in this order ends, the first i + 1 are there, each grown by left[i]; the
-        # last token of an answer is never computed on.
-        grown = -(-(lengths[None, :] + left[:, None] - 1) // size) - shared[None, :]
-        there = np.tril(np.ones((len(everyone), len(everyone)), dtype=bool))
-        peak = int(np.where(there, grown, 0).sum(axis=1).max())
-        common = self.pages.num_held - sum(len(r.pages) - r.cached // size for r in self.running)
+        length, generated, longest, found, pages = np.vstack((rows_R5, (
+            request.length, request.generated, request.max_length, match.length,
+            match.length // size))).T
+        left = most = longest - length
+        if (expected := self._expected_tokens(request.preemptions)) is not None:
+            left = np.where(generated < expected, np.minimum(expected - generated, most), most)
+        # Held beside what each computes itself: prefixes, each counted once.
+        common = self.pages.num_held - int((pages - found // size).sum())
         common = max(common, 0) + sum(not self.pages.is_held(page) for page in match.pages)
-        return peak + common <= self.pages.num_pages
+        return common + peak_pages(length, left, found // size, size) <= self.pages.num_pages
 
     def _expected_tokens(self, preemptions: int) -> int | None:
         """Guess of an answer's tokens: the longest tenth of recent ones; None while there are none.
@@ -338,9 +345,31 @@ class Scheduler:
         return self._expected << min(preemptions, 32)
 
 
-def _left(request: Request, expected: int | None) -> int:
-    """Guess of the tokens a request still generates: all it may, where nothing is expected or it
-    is past that."""
-    most = request.max_length - request.length
-    left = 0 if expected is None else expected - request.generated
-    return min(left, most) if left > 0 else most
+def peak_pages(length_R: np.ndarray, left_R: np.ndarray, shared_R: np.ndarray, size: int) -> int:
+    """The most pages that these requests hold at any moment, if each generates one token per step.
+
+    Args:
+        length_R: tokens now.
+        left_R: tokens each still generates; then its pages are free. The last is never computed on.
+        shared_R: pages of each that are not counted.
+        size: tokens per page.
+    """
+    order = np.argsort(-left_R, kind="stable")  # who stays longest first
+    # When the i-th in this order ends, the first i + 1 are there, each grown by left[i]: it is the
+    # sum over j <= i of ceil((length[j] - 1 + left[i]) / size). Quotients and remainders are summed
+    # apart, so that no matrix of all pairs is needed.
+    count_R = np.arange(1, len(order) + 1)
+    whole_R, rest_R = np.divmod(length_R[order] - 1, size)
+    grown_R, more_R = np.divmod(left_R[order], size)
+    above_RT = np.cumsum(rest_R[:, None] > np.arange(size + 1), axis=0)  # rest[j] > t, j <= i
+    begun_R = np.where(more_R > 0, count_R, above_RT[:, 0])  # rest + more > 0
+    full_R = above_RT[count_R - 1, size - more_R]  # rest + more > size
+    held_R = np.cumsum(whole_R - shared_R[order]) + count_R * grown_R + begun_R + full_R
+    return int(held_R.max())
+
+
+def _row(request: Request) -> tuple[int, int, int, int, int]:
+    """What `Scheduler._fits` looks at."""
+    length = len(request.tokens)
+    return (length, length - request.prompt_length, request.max_length, request.cached,
+            len(request.pages))

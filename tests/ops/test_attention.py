@@ -133,9 +133,10 @@ def test_chunks_and_decode_have_the_bits_of_the_whole(heads: int, groups: int, d
     for step in (7, 64, 300):
         for start in range(0, len(text), step if step != 7 else 49):
             end = min(start + step, len(text))
-            assert torch.equal(cached([text], [(start, end)], 16)[0], whole[start:end])
+            page_size = 16 if step == 7 else 3  # pages that do and do not divide a chunk
+            assert torch.equal(cached([text], [(start, end)], page_size)[0], whole[start:end])
     for i in (0, 1, 15, 16, 63, 64, 254, 255, 256, 257, 511, 512, 513, 549):
-        assert torch.equal(cached([text], [(i, i + 1)], 16)[0], whole[i:i + 1])
+        assert torch.equal(cached([text], [(i, i + 1)], 3)[0], whole[i:i + 1])
 
 
 def test_every_token_of_a_long_text() -> None:

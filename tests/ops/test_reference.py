@@ -52,7 +52,8 @@ def test_exp() -> None:
 def test_a_row_of_a_linear_has_the_same_bits_anywhere(threads: int, features: int,
                                                       outputs: int) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(37, features), torch.randn(outputs, features), torch.randn(outputs)
+    x, weight = torch.randn(37, features), torch.randn(outputs, features)
+    bias = torch.randn(outputs)
     whole = reference.linear(x, weight, bias)
     torch.testing.assert_close(whole.double(), F.linear(x.double(), weight.double(), bias.double()),
                                atol=1e-4, rtol=1e-4)
@@ -77,5 +78,5 @@ def test_packed_weights() -> None:
 
 
 def test_embed_refuses_what_is_no_token() -> None:
-    with pytest.raises(ValueError, match="token id is out of range: -1, .* from 0 to 4"):
+    with pytest.raises(ValueError, match=r"token id is out of range: -1, .* from 0 to 4"):
         reference.embed(torch.tensor([1, -1]), torch.randn(5, 2))

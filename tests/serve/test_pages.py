@@ -57,7 +57,7 @@ def test_a_second_cache_is_refused() -> None:
         def evict(self, count: int) -> int:
             return 0
 
-        def unheld(self, pages: object) -> None:
+        def unheld(self, page: int) -> None:
             pass
 
     pages = Pages(2, 4)

@@ -158,8 +158,14 @@ class TreeMachine(RuleBasedStateMachine):
             self.complete = False
 
     def keep(self, request: Request, length: int) -> None:
-        if length:
-            self.known.setdefault(request.namespace, set()).add(request.text[:length])
+        """Checks that a request's text is in the tree, as far as no fork shares its pages."""
+        kept = self.engine.tree.match(token_key(request.text[:length] + (9,)),
+                                      request.namespace).length
+        if not any(set(request.pages) & set(other.pages)
+                   for other in self.running if other is not request):
+            assert kept == length
+        if kept:
+            self.known.setdefault(request.namespace, set()).add(request.text[:kept])
 
     @rule(data=st.data(), namespace=st.sampled_from([None, "adapter"]))
     def start(self, data: st.DataObject, namespace: Hashable) -> None:
@@ -191,10 +197,7 @@ class TreeMachine(RuleBasedStateMachine):
             return
         if publish:
             self.engine.tree.insert(request.key, request.pages, request.namespace)
-            whole = request.computed // pages.page_size * pages.page_size
-            self.keep(request, whole)
-            assert self.engine.tree.match(
-                token_key(request.text[:whole] + (9,)), request.namespace).length == whole
+            self.keep(request, request.computed // pages.page_size * pages.page_size)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tail=st.lists(st.integers(0, 2), min_size=1, max_size=3))
@@ -210,10 +213,12 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.running))
-        self.running.remove(request)
+        pages = list(request.pages)
         self.engine.finish(request)
-        self.keep(request, request.computed)
         assert request.pages == []
+        request.pages = pages  # as they were, to see whether a fork shared them
+        self.keep(request, request.computed)
+        self.running.remove(request)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -304,8 +309,8 @@ def test_case_11_identical_prompts_at_once_share_one_copy(size: int, chunk: int)
     text = BASES[0][:2 * size + size // 2]
     engine = Engine(2 * Pages(1, size).pages_for(len(text)), size)
     for _ in range(3):
-        a, b = engine.start(text), engine.start(text)
         engine.tree.reset()
+        a, b = engine.start(text), engine.start(text)
         while a.computed < len(text) or b.computed < len(text):
             for request in (a, b):
                 engine.compute(request, chunk)
@@ -395,13 +400,42 @@ def test_siblings_share_tokens_inside_a_page() -> None:
 
 def test_without_a_page_for_the_copy_the_hit_ends_at_a_page() -> None:
     engine = Engine(3, 4)
-    engine.serve(BASES[0][:8])
-    spare = engine.pages.allocate(1)
+    others = [engine.run(BASES[0][:8]), Request(None, (), engine.pages.allocate(1))]
     request = engine.start(BASES[0][:7])  # one whole page and two tokens of the next
     assert request.computed == 4 and len(request.pages) == 1
-    engine.check([request, Request(None, (), spare)])
-    engine.compute(request, 3)  # takes the page that could not be copied
-    engine.check([request, Request(None, (), spare)])
+    engine.check([request, *others])
+
+
+def test_a_partly_shared_page_that_must_go_for_its_copy_is_taken_over() -> None:
+    engine = Engine(3, 4)
+    engine.serve(BASES[0][:8])
+    other = Request(None, (), engine.pages.allocate(1))
+    request = engine.start(BASES[0][:7])
+    assert request.computed == 6 and engine.tree.num_tokens == 4
+    engine.compute(request, 1)
+    engine.check([request, other])
+
+
+def test_a_fork_keeps_pages_out_of_the_tree_that_stand_on_its_own() -> None:
+    """Parent and fork share two pages. Of the first the tree has another copy, which the parent
+    takes over and the fork does not hold: were the second page kept below it, the fork would hold
+    a page but not its ancestor, which counted as evictable and was not."""
+    text = BASES[0][:7]
+    for kept in (RadixTree.insert, RadixTree.finish):
+        engine = Engine(6, 4)
+        parent = engine.start(text)
+        engine.compute(parent, 7)
+        engine.serve(text[:4])
+        fork = Request(None, text, engine.pages.share(parent.pages), 7)
+        kept(engine.tree, parent.key, parent.pages)
+        running = [r for r in (parent, fork) if r.pages]
+        engine.check(running)
+        engine.pages.release(engine.pages.allocate(engine.pages.num_available))
+        engine.check(running)
+        for request in running:
+            engine.finish(request)
+        engine.check([])
+        assert engine.tree.match(token_key(text + (0,))).length == 7
 
 
 def test_the_least_recently_used_goes_first_and_from_its_end() -> None:
@@ -442,12 +476,12 @@ def test_keeping_a_text_again_counts_as_use() -> None:
 
 def test_a_fork_does_not_write_into_what_the_tree_keeps() -> None:
     engine = Engine(4, 4)
-    parent = engine.run((1, 1, 1))
+    parent = engine.run((1, 1, 1, 1))
     fork = Request(None, (1, 1, 2, 2), engine.pages.share(parent.pages), 2)
     engine.finish(parent)
     engine.compute(fork, 2)
     engine.check([fork])
-    assert engine.tree.match(token_key((1, 1, 1, 1))).length == 3
+    assert engine.tree.match(token_key((1, 1, 1, 1, 1))).length == 4
 
 
 def test_use_of_a_prefix_leaves_the_rest_its_age() -> None:
@@ -458,6 +492,18 @@ def test_use_of_a_prefix_leaves_the_rest_its_age() -> None:
     assert engine.tree.evict(4) == 4
     assert engine.tree.match(token_key((1,) * 9)).length == 4
     assert engine.tree.match(token_key((3,) * 9)).length == 0
+
+
+def test_a_leaf_is_cut_down_to_what_is_held() -> None:
+    engine = Engine(8, 2)
+    parent = engine.run(BASES[0][:12])
+    fork = Request(None, BASES[0][:4], engine.pages.share(parent.pages[:2]), 4)
+    engine.finish(parent)
+    assert engine.tree.evict(9) == 4
+    engine.check([fork])
+    engine.pages.release(fork.pages)
+    assert engine.tree.evict(9) == 2
+    engine.check([])
 
 
 @pytest.mark.parametrize("num_pages", [1, 8])

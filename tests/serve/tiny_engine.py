@@ -215,7 +215,7 @@ class _Text:
             self._early += piece
 
     def finish(self) -> None:
-        if not self.stopped:
+        if not self.stopped:  # a character that the prompt began is no answer without a token
             self._look(self._detokenizer.finish())
 
     def _look(self, piece: str) -> None:

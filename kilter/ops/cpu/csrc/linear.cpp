@@ -145,7 +145,7 @@ class Linear {
     const long tiles = (block.rows + kTileRows - 1) / kTileRows;
     const int step = tile_panels(int((block.rows + tiles - 1) / tiles));
     const long depth = w.k / a.splits, k0 = part * depth, k1 = k0 + depth;
-    const long stretch = tiles == 1 ? depth : kDepth;
+    const long stretch = tiles == 1 ? std::max(depth, 1L) : kDepth;
     for (int b = 0; b < block.count; b += step) {
       const bool last = b + step >= block.count;
       const uint8_t* panels[kBlock];
