@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -116,26 +116,25 @@ class LLM:
         """
         ids = [self._ids(prompt) for prompt in _listed(prompts)]
         settings = self._settings(params, len(ids))
-        requests: dict[int, int] = {}
-        try:
-            for i, (prompt, setting) in enumerate(zip(ids, settings, strict=True)):
-                requests[self.engine.submit(prompt, setting)] = i
-        except ValueError as error:
-            self._forget(requests)
-            raise ValueError(f"Prompt {len(requests)} cannot be served. {error}") from error
         answers = [Answer(prompt, [Completion() for _ in range(s.best_of or s.n)])
                    for prompt, s in zip(ids, settings, strict=True)]
         total = sum(len(answer.completions) for answer in answers)
         done = 0
+        requests: dict[int, Answer] = {}
         try:
+            for i, (answer, setting) in enumerate(zip(answers, settings, strict=True)):
+                try:
+                    requests[self.engine.submit(answer.prompt_ids, setting)] = answer
+                except ValueError as error:
+                    raise ValueError(f"Prompt {i} cannot be served. {error}") from error
             while self.engine.busy:
                 for delta in self.engine.step():
                     if delta.request in requests:
-                        _record(answers[requests[delta.request]], delta)
+                        _record(requests[delta.request], delta)
                         done += delta.finish_reason is not None
                 if progress is not None:
                     progress(done, total)
-        finally:  # also when the caller is interrupted
+        finally:  # also when a request is refused or the caller interrupted
             self._forget(requests)
         for answer, setting in zip(answers, settings, strict=True):
             if (setting.best_of or setting.n) > setting.n:
@@ -207,7 +206,7 @@ class LLM:
                              f"one for all or one for each.")
         return list(params)
 
-    def _forget(self, requests: Mapping[int, int]) -> None:
+    def _forget(self, requests: Collection[int]) -> None:
         """Ends what is left of these requests and drops their news."""
         for number in requests:
             self.engine.abort(number)

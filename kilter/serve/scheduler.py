@@ -327,22 +327,20 @@ class Scheduler:
             request.length, request.generated, request.max_length, match.length,
             match.length // size))).T
         left = most = longest - length
-        if (expected := self._expected_tokens(request.preemptions)) is not None:
+        if (expected := self._expected_tokens()) is not None:
             left = np.where(generated < expected, np.minimum(expected - generated, most), most)
         # Held beside what each computes itself: prefixes, each counted once.
         common = self.pages.num_held - int((pages - found // size).sum())
         common = max(common, 0) + sum(not self.pages.is_held(page) for page in match.pages)
         return common + peak_pages(length, left, found // size, size) <= self.pages.num_pages
 
-    def _expected_tokens(self, preemptions: int) -> int | None:
+    def _expected_tokens(self) -> int | None:
         """Guess of an answer's tokens: the longest tenth of recent ones; None while there are none.
-        It doubles with each preemption of the request that asks: a guess that was too low has
-        led to them, and so there are few."""
-        if not self._answers:
-            return None
-        if self._expected is None:
+        Once an answer is past it, room is kept for all that it may generate, so each running
+        request is wrong about once and causes few preemptions."""
+        if self._expected is None and self._answers:
             self._expected = int(np.quantile(np.array(self._answers), 0.9, method="higher"))
-        return self._expected << min(preemptions, 32)
+        return self._expected
 
 
 def peak_pages(length_R: np.ndarray, left_R: np.ndarray, shared_R: np.ndarray, size: int) -> int:

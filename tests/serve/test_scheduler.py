@@ -54,8 +54,11 @@ class Run:
         stalled = [r for r in before if r.status is Status.RUNNING and r not in work and r.computed]
         assert stalled in ([], scheduler.running[-1:])
         assert not stalled or self.pages.num_available == 0
-        limit = config.mixed_tokens if before else config.prefill_tokens
-        assert sum(work.values()) <= max(limit, len(before) + max(limit // 4, 1))
+        decodes = [r for r in before if r in work]
+        limit = config.mixed_tokens if decodes else config.prefill_tokens
+        if before and not decodes:  # they gave way, or stalled
+            limit = max(limit, config.mixed_tokens)
+        assert sum(work.values()) <= max(limit, len(decodes) + max(limit // 4, 1))
         for request, count in work.items():
             assert 1 <= count <= request.length - request.computed
             self.pages.write(request, count)
@@ -141,8 +144,8 @@ def test_every_request_ends(data: st.DataObject) -> None:
         if not run.scheduler.idle:
             run.scheduler.check_integrity()
     run.drain()
-    # The guess doubles with each preemption of a request, so that there are few of them.
-    assert max(r.preemptions for r in run.lengths) <= 12
+    # Each older request is wrong about its length once.
+    assert max(r.preemptions for r in run.lengths) <= 15
 
 
 @pytest.mark.parametrize("policy", POLICIES)
