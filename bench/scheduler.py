@@ -39,7 +39,7 @@ class Load:
 
 LOADS = [
     Load("decoding, 256 run", 40_000, (200, 600), 600, RUNNING),
-    Load("decoding, pages for some 256", 256 * 24, (100, 200), 200, 10 * RUNNING),
+    Load("decoding, pages for some 256", 256 * 36, (300, 700), 700, 10 * RUNNING),
 ]
 
 

@@ -162,7 +162,6 @@ class Scheduler:
                 self._expected = None
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
-            self._matches.pop(request, None)
         request.status = Status.FINISHED
 
     def restart(self, request: Request) -> None:
@@ -295,7 +294,6 @@ class Scheduler:
             request.found = request.cached
         request.status = Status.RUNNING
         self.waiting.remove(request)
-        self._matches.pop(request, None)
         insort(self.running, request, key=self._rank)
         room = (len(request.pages) + self.pages.num_available) * self.pages.page_size
         count = min(request.length, request.computed + budget, room) - request.computed

@@ -415,6 +415,7 @@ def test_24_new_weights_never_meet_old_prefixes() -> None:
     assert engine.tree.num_pages > 0
     for version in (1, 2):
         engine.update_weights(weights(version), storage="fp32")
+        assert engine.tree.num_pages == 0  # nothing could ever use them
         new = serve(engine, PROMPT, GREEDY)
         assert new.cached == 0 and set(new.versions) == {version}
         check_result(new, PROMPT, GREEDY)

@@ -208,8 +208,9 @@ def test_abort_between_submit_and_the_first_step() -> None:
     assert engine.tree.pages.num_free == engine.tree.pages.num_pages
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_a_failing_step_ends_its_requests_alone_and_loses_no_news(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
     """Failing in the model, and after it between the answers of a step."""
     engine = make_engine(max_running=2, page_size=1)
     for where in ("run", "_advance"):
@@ -225,11 +226,11 @@ def test_a_failing_step_ends_its_requests_alone_and_loses_no_news(
             calls.append(1)
             if len(calls) == 1 and where == "_advance":
                 return real(*args)  # the first answer of the step goes well
-            raise RuntimeError("the device is gone")
+            raise kind("the device is gone")
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.executor if where == "run" else engine, where, fail)
-            with pytest.raises(RuntimeError, match="the device is gone"):
+            with pytest.raises(kind, match="the device is gone"):
                 engine.step()
         results: dict[int, list[Any]] = {}
         while engine.busy:
@@ -371,6 +372,7 @@ def test_tokens_after_a_weight_update_belong_to_the_new_weights_or_to_the_old_ca
                 result.take(delta)
         assert result.versions == [0] * 4 + [1] * 8
         results[mode] = [c.logprob for c in result.choices]
+        assert (engine.tree.num_pages == 0) == (mode == "continue")
         number = engine.submit(PROMPT, params)
         again = drain(engine)[number, 0]
         assert again.cached == (len(PROMPT) - 1 if mode == "restart" else 0)

@@ -207,18 +207,20 @@ def test_decodes_are_always_in_and_chunks_are_shorter_beside_them() -> None:
     assert run.step() == {long: 50}
     decoding = run.add([7], 40)
     assert run.step() == {long: 50}
-    assert run.step() == {long: 1, decoding: 12 - 1 and 1}
+    assert run.step() == {long: 1, decoding: 1}
     longer = run.add(range(300, 400), 2)
     for _ in range(3):
         assert run.step() == {decoding: 1, longer: 11}
+
     # With more decodes than the budget, a prefill still gets a share of it.
-    for i in range(30):
-        run.add([500 + i], 40)
-    sizes = []
-    while longer.computed < 100:
-        work = run.step()
-        sizes.append(work[longer])
-    assert min(sizes[:-1]) >= 3
+    run = Run(600, 4, prefill_tokens=50, mixed_tokens=12)
+    decodes = [run.add([500 + i], 60) for i in range(30)]
+    for _ in range(12):
+        run.step()
+    assert run.step() == dict.fromkeys(decodes, 1)
+    long = run.add(range(30), 2)
+    assert run.step() == {**dict.fromkeys(decodes, 1), long: 3}
+    assert run.step() == {**dict.fromkeys(decodes, 1), long: 3}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -284,6 +286,29 @@ def test_admission_counts_cached_pages_that_it_would_hold() -> None:
     assert hit in run.scheduler.waiting  # 8 + 5 pages
     run.drain()
     assert run.scheduler.preemptions == 0 and growing.preemptions == 0
+
+
+def test_a_decode_gives_way_to_a_prefill_that_goes_first() -> None:
+    """Though it was in the step already."""
+    run = Run(8, 1, policy="priority", prefill_tokens=3, mixed_tokens=3)
+    run.scheduler._fits = lambda *_: True  # type: ignore[method-assign]
+    decoding = run.add([50], 6)
+    run.step()
+    prefilling = run.add(range(7), 1, priority=1)
+    run.step()
+    assert run.step() == {decoding: 1, prefilling: 2}
+    assert run.step() == {prefilling: 2} and decoding.preemptions == 1
+    run.drain()
+
+
+def test_what_waits_is_matched_again_when_the_cache_changes() -> None:
+    run = Run(64, 1, policy="prefix")
+    run.add([9] * 40, 2)
+    large, hit = run.add(range(100, 160), 1), run.add([9] * 30, 1)
+    run.step()
+    assert run.scheduler.waiting == [large, hit]
+    run.drain()
+    assert run.ended[1:] == [hit, large] and hit.cached == 29
 
 
 @pytest.mark.parametrize("pages,size", [(1, 1), (1, 16), (8, 1), (8, 16)])

@@ -14,9 +14,15 @@ from tests.tokens.test_gguf import sentencepiece_by_hand
 from tests.tokens.texts import texts
 
 
+def gguf_of(folder: Path) -> Path:
+    """The one GGUF file of a pulled model."""
+    (path,) = folder.glob("*.gguf")
+    return path
+
+
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_gguf_metadata(GGUFFile(smollm2 / "model.gguf").metadata)
+    return Tokenizer.from_gguf_metadata(GGUFFile(gguf_of(smollm2)).metadata)
 
 
 def test_smollm2_ids(smollm2_tokenizer: Tokenizer) -> None:
@@ -35,7 +41,7 @@ def test_smollm2_beside_transformers(
     folder = tmp_path_factory.mktemp("smollm2")
     smollm2_tokenizer.save(folder)
     saved = AutoTokenizer.from_pretrained(folder)
-    direct = AutoTokenizer.from_pretrained(smollm2, gguf_file="model.gguf")
+    direct = AutoTokenizer.from_pretrained(smollm2, gguf_file=gguf_of(smollm2).name)
     pieces = map(smollm2_tokenizer.token_bytes, range(smollm2_tokenizer.vocab_size))
     known = {piece[0] for piece in pieces if len(piece) == 1}  # its vocabulary lacks a few bytes
 
@@ -63,7 +69,7 @@ def test_smollm2_beside_transformers(
 
 def test_gemma3_by_the_definition(gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """262144 tokens, scores only, no merges."""
-    metadata = GGUFFile(gemma3 / "model.gguf").metadata
+    metadata = GGUFFile(gguf_of(gemma3)).metadata
     tokenizer = Tokenizer.from_gguf_metadata(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     probes = ["The capital of France is", "naïve café 你好 e\u0301 🙂\x00", "x\n\n\n  y\t<table>12"]
