@@ -346,6 +346,7 @@ def test_limits_are_checked() -> None:
         SchedulerConfig(max_running=0, mixed_tokens=-1, policy="newest")  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90),
                                               st.integers(0, 5)), min_size=1, max_size=9))
 def test_peak_pages_is_what_stepping_through_finds(size: int, requests: list[tuple[int, int, int]]
