@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "report": set(),
     "models": {"ops"},
     "weights": {"models", "ops"},
-    "serve": {"models", "weights", "tokens", "ops"},
+    "serve": {"models", "weights", "tokens", "ops", "report"},
     "verbs": {"models", "weights", "tokens", "ops", "serve", "report"},
     "cli": {"verbs"},
     "__init__": {"serve"},  # the public names, lazily

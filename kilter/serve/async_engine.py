@@ -144,8 +144,7 @@ class AsyncEngine:
         try:
             return engine.step()
         except Exception:
-            # The engine has ended the requests of that step; the next one reports it to them.
-            return engine.step() if engine.busy else []
+            return []  # the engine ends the requests of that step and tells them in the next
 
     def _publish(self, deltas: list[Delta]) -> None:
         fresh: dict[_Listener, list[Delta]] = {}
@@ -201,8 +200,9 @@ class _Listener:
     async def take(self) -> list[Delta]:
         """What has come since the last call; waits for something."""
         await self._arrived.wait()
-        self._arrived.clear()
         news, self._news = self._news, []
-        if not news and self._error is not None:
+        if self._error is None:
+            self._arrived.clear()
+        elif not news:
             raise self._error
         return news

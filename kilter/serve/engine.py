@@ -356,8 +356,7 @@ class Engine:
         ended = token in params.stop_token_ids or (
             token in self.eos_token_ids and not params.ignore_eos)
         text = "" if ended else answer.detokenizer.push(token)
-        if request.generated > params.min_tokens:
-            text = answer.stops.push(text)
+        text = answer.stops.push(text, may_stop=request.generated > params.min_tokens)
         complete = answer.grammar is not None and answer.grammar.is_finished
         if ended or complete or answer.stops.matched is not None:
             return self._finish(answer, (choice,), text, "stop")

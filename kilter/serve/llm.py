@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilter.report.progress import progress as progress_bar
 from kilter.serve.beam import BeamSearch
 from kilter.serve.engine import Delta, Engine
 from kilter.serve.load import load_engine
@@ -103,13 +105,14 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 progress: Callable[[int, int], None] | None = None) -> list[Answer]:
+                 progress: Callable[[int, int], None] | bool | None = None) -> list[Answer]:
         """Answers to all prompts, in their order.
 
         Args:
             prompts: texts (special tokens are added as the tokenizer does) or token ids.
             params: for all prompts, or one for each.
-            progress: called with (answers finished, answers in all).
+            progress: called with (answers finished, answers in all); True shows a bar on stderr,
+                None does so on a terminal where there are several answers.
 
         Raises:
             ValueError: for a prompt or settings that cannot be served; nothing was computed.
@@ -121,7 +124,11 @@ class LLM:
         total = sum(len(answer.completions) for answer in answers)
         done = 0
         requests: dict[int, Answer] = {}
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget, requests)  # also after a refusal or an interrupt
+            update = progress
+            if progress is True or (progress is None and total > 1):
+                update = stack.enter_context(progress_bar("Generating"))
             for i, (answer, setting) in enumerate(zip(answers, settings, strict=True)):
                 try:
                     requests[self.engine.submit(answer.prompt_ids, setting)] = answer
@@ -132,10 +139,8 @@ class LLM:
                     if delta.request in requests:
                         _record(requests[delta.request], delta)
                         done += delta.finish_reason is not None
-                if progress is not None:
-                    progress(done, total)
-        finally:  # also when a request is refused or the caller interrupted
-            self._forget(requests)
+                if callable(update):
+                    update(done, total)
         for answer, setting in zip(answers, settings, strict=True):
             if (setting.best_of or setting.n) > setting.n:
                 _keep_best(answer, setting)
@@ -178,7 +183,8 @@ class LLM:
         while not search.done:
             texts: list[Prompt] = [prompt + list(beam.tokens) for beam in search.running]
             rows_BV = np.full((len(texts), vocab), -np.inf, dtype=np.float32)
-            for row_V, answer in zip(rows_BV, self.generate(texts, probe), strict=True):
+            answers = self.generate(texts, probe, progress=False)
+            for row_V, answer in zip(rows_BV, answers, strict=True):
                 # No continuation past a beam's own `width` likeliest can be among the best.
                 for token, logprob in answer.completions[0].choices[0].top:
                     row_V[token] = logprob

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_GREEDY_BELOW = 1e-5  # temperatures under this are taken as zero
+_GREEDY_UP_TO = 1e-4  # temperatures this small are taken as zero
+_MAX_ANSWERS = 128  # of one request, as OpenAI has it
 _MAX_BIAS = 1e30  # keeps any sum of logits and biases finite in fp32
 
 
@@ -99,9 +100,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 put(self, name, 1 if value else None)
-        for name, low, high in (("max_tokens", 0, None), ("top_k", 0, None), ("n", 1, None),
+        for name, low, high in (("max_tokens", 0, None), ("top_k", 0, None), ("n", 1, _MAX_ANSWERS),
                                 ("min_tokens", 0, None), ("seed", 0, 2**64 - 1),
-                                ("best_of", 1, None), ("logprobs", 0, None),
+                                ("best_of", 1, _MAX_ANSWERS), ("logprobs", 0, None),
                                 ("prompt_logprobs", 0, None)):
             optional = name in ("seed", "best_of", "logprobs", "prompt_logprobs")
             if not (optional and getattr(self, name) is None):
@@ -152,7 +153,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+        return self.temperature <= _GREEDY_UP_TO or self.top_k == 1
 
     @property
     def penalised(self) -> bool:

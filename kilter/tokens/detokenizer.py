@@ -93,8 +93,12 @@ class StopChecker:
         self._include_stop = include_stop
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """Take more text; return what is certain to come before a stop. "" once one is found."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Take more text; return what is certain to come before a stop. "" once one is found.
+
+        may_stop: False lets stops that are complete within this text pass; one that it only begins
+            may still be completed later.
+        """
         if self.matched is not None or not text:
             return ""
         window = self._held + text
@@ -104,6 +108,8 @@ class StopChecker:
                 while state and stop[state] != window[position]:
                     state = borders[state]
                 state += stop[state] == window[position]
+                if state == len(stop) and not may_stop:
+                    state = borders[state]
                 if state == len(stop):
                     self.matched, self._held = stop, ""
                     end = position + 1

@@ -80,10 +80,15 @@ def test_bad_requests_fail_alone_and_stopping_fails_the_open_ones(engine: Engine
         long = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
         stream = serving.stream([1, 2], long)
         await anext(stream)
-        await asyncio.to_thread(serving.stop)
+
+        def stop_now(_: Engine) -> None:  # between two steps, so the request is still running
+            serving._stopping = True
+
+        await serving.call(stop_now)
         with pytest.raises(EngineStopped):
             async for _ in stream:
                 pass
+        await asyncio.to_thread(serving.stop)
         with pytest.raises(EngineStopped):
             await collect(serving, [1])
         assert not serving.alive

@@ -203,34 +203,25 @@ class _Text:
                                         skip_special_tokens=params.skip_special_tokens,
                                         prompt_tail=prompt)
         self._params = params
-        self._early = ""  # text that stops are not looked for in
-        self._late = ""
+        self.final = ""
         self.stopped = False
 
     def push(self, token: int, checked: bool) -> None:
-        piece = self._detokenizer.push(token)
-        if checked:
-            self._look(piece)
-        else:
-            self._early += piece
+        self._look(self._detokenizer.push(token), checked)
 
     def finish(self) -> None:
         if not self.stopped:  # a character that the prompt began is no answer without a token
-            self._look(self._detokenizer.finish())
+            self._look(self._detokenizer.finish(), checked=True)
 
-    def _look(self, piece: str) -> None:
+    def _look(self, piece: str, checked: bool) -> None:
         for character in piece:
-            self._late += character
+            self.final += character
             for stop in sorted(self._params.stop, key=len, reverse=True):
-                if self._late.endswith(stop):
+                if checked and self.final.endswith(stop):
                     self.stopped = True
                     if not self._params.include_stop:
-                        self._late = self._late.removesuffix(stop)
+                        self.final = self.final.removesuffix(stop)
                     return
-
-    @property
-    def final(self) -> str:
-        return self._early + self._late
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:

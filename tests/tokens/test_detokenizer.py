@@ -187,3 +187,14 @@ def test_text_flows_at_once_where_no_stop_can_begin() -> None:
 def test_unusable_stops(stops: Any) -> None:
     with pytest.raises(ValueError, match="at least one character"):
         StopChecker(stops)
+
+
+def test_a_stop_may_begin_in_text_that_may_not_stop_yet() -> None:
+    """Whole stops pass there (overlapping ones too); one that it only begins still counts."""
+    checker = StopChecker(["abab"])
+    assert checker.push("xababab", may_stop=False) == "xabab"
+    assert checker.push("ab") == ""
+    assert checker.matched == "abab"
+    checker = StopChecker(["END"])
+    assert checker.push("END.EN", may_stop=False) == "END."
+    assert checker.push("D!") == "" and checker.matched == "END"
