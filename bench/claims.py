@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bench.page import provenance, write_section
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.serve.engine import Delta, Engine, EngineConfig
 from kilter.serve.load import load_engine, write_tokenizer
@@ -202,6 +203,10 @@ def main() -> None:
     out = HERE / "results" / f"claims-{args.part}.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps([asdict(claim) for claim in claims], indent=1) + "\n")
+    lines = [provenance() + " SmolLM2-135M, 2 threads.", "", "| claim | published | here |",
+             "|---|---|---|"]
+    lines += [f"| {claim.what} | {claim.published} | {claim.here} |" for claim in claims]
+    write_section(f"claims-{args.part}", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from bench.page import write_section
 from kilter.models.linear import Embedding, Linear
 from kilter.ops.cpu.build import cache_dir, detect_isa
 from kilter.ops.packed import PackedWeight
@@ -236,14 +237,6 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def write_docs(text: str) -> None:
-    path = HERE.parent / "docs" / "benchmarks.md"
-    page = path.read_text()
-    head, _, rest = page.partition("<!-- bench:begin -->")
-    _, _, tail = rest.partition("<!-- bench:end -->")
-    path.write_text(f"{head}<!-- bench:begin -->\n{text}\n<!-- bench:end -->{tail}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
@@ -282,7 +275,7 @@ def main() -> None:
     out.write_text(json.dumps(result, indent=1) + "\n")
     text = table(result)
     if not args.no_docs:
-        write_docs(text)
+        write_section("foundation", text)
     print(text)
 
 

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from bench.page import provenance, write_section
 from kilter.report.machine import cpu_name
 from kilter.serve.pages import Pages
 from kilter.serve.radix import RadixTree, token_key
@@ -318,6 +319,13 @@ def main() -> None:
     out = Path(__file__).parent / "results" / "radix.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
+    if version is not None:
+        lines = [f"{provenance()} Beside {result['peer']}, microseconds per request.", "",
+                 "| page size | what | Kilter | peer | peer / Kilter |", "|---|---|---|---|---|"]
+        lines += [f"| {row['page_size']} | {row['what']} | {row['kilter']:.1f} | "
+                  f"{row['sglang']:.1f} | {row['peer_over_ours']:.2f}× |"
+                  for row in result["rows"] if "peer_over_ours" in row]
+        write_section("radix", "\n".join(lines))
 
 
 if __name__ == "__main__":

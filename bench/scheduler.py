@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.page import provenance, write_section
 from kilter.report.machine import cpu_name
 from kilter.serve.pages import Pages
 from kilter.serve.radix import RadixTree
@@ -102,6 +103,11 @@ def main() -> None:
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps({"machine": cpu_name(), "steps": args.steps, "rows": rows},
                               indent=1) + "\n")
+    lines = [provenance(), "", "| load | policy | running | median | 99 % |",
+             "|---|---|---|---|---|"]
+    lines += [f"| {row['load']} | {row['policy']} | {row['running']:.0f} | "
+              f"{row['median_ms']:.2f} ms | {row['p99_ms']:.2f} ms |" for row in rows]
+    write_section("scheduler", "\n".join(lines))
 
 
 if __name__ == "__main__":

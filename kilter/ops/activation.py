@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kilter.ops import reference
 from kilter.ops.cpu.library import Kernel, available
-from kilter.ops.norm import watched
+from kilter.ops.dispatch import watched
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # csrc/activation.h
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kilter.ops import reference
 from kilter.ops.cpu.library import Kernel, available
-from kilter.ops.norm import watched
+from kilter.ops.dispatch import watched
 from kilter.ops.rope import KV_TYPES
 
 _BACKWARD_ROWS = 256  # query tokens whose scores the backward pass holds at a time

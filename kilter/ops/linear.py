@@ -20,7 +20,7 @@ from torch import Tensor
 from kilter.ops import reference
 from kilter.ops.activation import ACTIVATIONS, gated_activation
 from kilter.ops.cpu.library import Kernel, available
-from kilter.ops.norm import watched
+from kilter.ops.dispatch import watched
 from kilter.ops.packed import Matrix, PackedWeight, plain_matrix
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

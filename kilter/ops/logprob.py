@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kilter.ops import reference
 from kilter.ops.cpu.library import Kernel, available
-from kilter.ops.norm import watched
+from kilter.ops.dispatch import watched
 
 
 class _LogprobArgs(ctypes.Structure):

@@ -1,9 +1,4 @@
-"""RMS norm, each row by itself.
-
-The public function of an op picks its side: the compiled CPU kernel, pure torch without one
-(`kilter.ops.reference`), or Triton on CUDA; and its way there: a direct call where nobody is
-watching, the torch custom operator under autograd, fake tensors or a compiler.
-"""
+"""RMS norm, each row by itself."""
 
 from __future__ import annotations
 
@@ -14,17 +9,7 @@ from torch import Tensor
 
 from kilter.ops import reference
 from kilter.ops.cpu.library import Kernel, available
-
-
-def watched(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors must go through torch's dispatcher: one needs a gradient,
-    holds no data or is a tensor subclass, or a dispatch mode or the compiler is active."""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
-        return True
-    grad = torch.is_grad_enabled()
-    return any(t is not None and ((grad and t.requires_grad) or t.is_meta
-                                  or type(t) not in (Tensor, torch.nn.Parameter))
-               for t in tensors)
+from kilter.ops.dispatch import watched
 
 
 class _RmsNormArgs(ctypes.Structure):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kilter.ops.cpu.library import Kernel
-from kilter.ops.norm import watched
+from kilter.ops.dispatch import watched
 
 STORAGES = ("fp32", "bf16", "fp16", "int8", "int4")  # what `pack` can be asked for
 _FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

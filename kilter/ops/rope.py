@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kilter.ops import reference
 from kilter.ops.cpu.library import Kernel, available
-from kilter.ops.norm import rms_norm_backward, watched
+from kilter.ops.dispatch import watched
+from kilter.ops.norm import rms_norm_backward
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/rope.cpp, attention.cpp
 
