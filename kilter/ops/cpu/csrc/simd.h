@@ -329,11 +329,13 @@ KT_INLINE void store_n(T* p, long n, f32x16 a) {
   std::memcpy(p, t, size_t(n) * sizeof(T));
 }
 
-// e^x, about 1 ulp on the normal range; 0 below -87.33 (no subnormal results), inf above 88.72;
-// NaN stays NaN. Range reduction by ln 2 in two parts and a degree-6 polynomial (Cephes expf).
-KT_INLINE f32x16 exp(f32x16 x) {
+// e^c = p * 2^n for c in [-88, 89]. Range reduction by ln 2 in two parts and a degree-6 polynomial
+// (Cephes expf); NaN stays NaN.
+struct ExpParts {
+  f32x16 p, n;
+};
+KT_INLINE ExpParts exp_parts(f32x16 c) {
   const f32x16 magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  f32x16 c = min(set1(89.0f), max(set1(-88.0f), x));  // in this operand order NaN passes through
   f32x16 n = fma(c, set1(1.44269504088896341f), magic) - magic;
   f32x16 r = fma(n, set1(-0.693359375f), c);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -343,12 +345,26 @@ KT_INLINE f32x16 exp(f32x16 x) {
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
-  p = fma(p * r, r, r) + set1(1.0f);
+  return {fma(p * r, r, r) + set1(1.0f), n};
+}
+
+// e^x, about 1 ulp on the normal range; 0 below -87.33 (no subnormal results), inf above 88.72;
+// NaN stays NaN.
+KT_INLINE f32x16 exp(f32x16 x) {
+  // In this operand order NaN passes through the clamps.
+  const ExpParts e = exp_parts(min(set1(89.0f), max(set1(-88.0f), x)));
   // The power in two halves: 2^128 itself is not an fp32 number.
-  f32x16 half = fma(n, set1(0.5f), magic) - magic;
-  f32x16 y = (p * exp2_int(half)) * exp2_int(n - half);
+  const f32x16 magic = set1(12582912.0f);
+  f32x16 half = fma(e.n, set1(0.5f), magic) - magic;
+  f32x16 y = (e.p * exp2_int(half)) * exp2_int(e.n - half);
   y = select_lt(x, set1(-87.33654f), zero(), y);
   return select_lt(set1(88.72284f), x, set1(INFINITY), y);
+}
+
+// e^x for x <= 0, with the bits of `exp` and fewer steps.
+KT_INLINE f32x16 exp_down(f32x16 x) {
+  const ExpParts e = exp_parts(max(set1(-88.0f), x));
+  return select_lt(x, set1(-87.33654f), zero(), e.p * exp2_int(e.n));
 }
 
 }  // namespace kt
