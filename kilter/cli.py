@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     debug = "--debug" in argv
+    if sys.stdout is None:  # closed by whoever started us: nobody wants the output
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

@@ -18,6 +18,7 @@ from kilter.models.decoder import Decoder
 from kilter.models.init import init_weights
 from kilter.models.linear import Embedding, Linear
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
+from kilter.ops.cpu import library
 from kilter.ops.packed import pack
 from kilter.serve.executor import Chunk, Executor
 from kilter.serve.pages import PagePool
@@ -71,6 +72,7 @@ def make_executor(model: Decoder, tokens: int, page_size: int = 16) -> Executor:
     return Executor(model, pool, max_context=model.max_positions)
 
 
+@torch.no_grad()
 def random_model(spec: ModelSpec, storage: str, seed: int = 0) -> Decoder:
     """A decoder with random weights, packed for inference."""
     model = init_weights(Decoder(spec), seed, std=0.05)
@@ -78,7 +80,10 @@ def random_model(spec: ModelSpec, storage: str, seed: int = 0) -> Decoder:
         if isinstance(module, Linear | Embedding):
             assert isinstance(module.weight, Tensor)
             gated = isinstance(module, Linear) and module.gated
-            module.use_packed(pack(module.weight.detach(), storage, gated=gated))
+            if library.available():
+                module.use_packed(pack(module.weight.detach(), storage, gated=gated))
+            elif storage == "bf16":
+                module.weight.copy_(module.weight.to(torch.bfloat16))
     return model.eval().requires_grad_(False)
 
 
@@ -93,7 +98,8 @@ def self_test(length: int = 70) -> list[tuple[str, float]]:
     texts = [torch.randint(spec.vocab_size, (n,), generator=generator).tolist()
              for n in (length, 5, 33, 18)]
     results = []
-    for storage in ("fp32", "bf16", "int8"):
+    # Without the compiled kernels weights are plain tensors, and there is no int8.
+    for storage in ("fp32", "bf16", "int8") if library.available() else ("fp32", "bf16"):
         model = random_model(spec, storage)
         executor = make_executor(model, tokens=sum(map(len, texts)))
         alone = score_without_cache(model, texts[:1])[0]

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,7 @@ class LLM:
             context=context, kv_tokens=kv_tokens, page_size=page_size, max_running=max_running,
             policy=policy)
         self.tokenizer = self.engine.tokenizer
+        self._turn = threading.RLock()  # an engine is for one thread: calls take turns
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -124,7 +127,7 @@ class LLM:
         total = sum(len(answer.completions) for answer in answers)
         done = 0
         requests: dict[int, Answer] = {}
-        with contextlib.ExitStack() as stack:
+        with self._turn, contextlib.ExitStack() as stack:
             stack.callback(self._forget, requests)  # also after a refusal or an interrupt
             update = progress
             if progress is True or (progress is None and total > 1):
@@ -164,12 +167,15 @@ class LLM:
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamParams) -> list[Answer]:
         """The ``width`` best continuations of each prompt. A beam is a request of one token whose
         prefix is in the cache: forks share pages and copy only the last, partly filled one."""
+        if not isinstance(params, BeamParams):
+            raise ValueError(f"Beam search takes BeamParams, not a {type(params).__name__}.")
         return [self._beams(self._ids(prompt), params) for prompt in _listed(prompts)]
 
     def update_weights(self, weights: ModelSource | Mapping[str, Tensor],
                        storage: Storage = "auto") -> int:
         """Takes new weights of the same model (see `Engine.update_weights`)."""
-        return self.engine.update_weights(weights, storage=storage)
+        with self._turn:
+            return self.engine.update_weights(weights, storage=storage)
 
     def _beams(self, prompt: list[int], params: BeamParams) -> Answer:
         ends = self.engine.eos_token_ids
@@ -185,6 +191,8 @@ class LLM:
             rows_BV = np.full((len(texts), vocab), -np.inf, dtype=np.float32)
             answers = self.generate(texts, probe, progress=False)
             for row_V, answer in zip(rows_BV, answers, strict=True):
+                if answer.completions[0].error is not None:
+                    raise ValueError(f"The beams cannot go on. {answer.completions[0].error}")
                 # No continuation past a beam's own `width` likeliest can be among the best.
                 for token, logprob in answer.completions[0].choices[0].top:
                     row_V[token] = logprob
@@ -199,7 +207,13 @@ class LLM:
         return Answer(prompt, completions)
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"A prompt must be a text or a sequence of token ids, but one is a "
+                             f"{type(prompt).__name__} ({error}).") from error
 
     def _settings(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
                   ) -> list[SamplingParams]:
@@ -207,6 +221,10 @@ class LLM:
             params = SamplingParams()
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, Sequence) or not all(
+                isinstance(p, SamplingParams) for p in params):
+            raise ValueError(f"Sampling settings must be a SamplingParams or a list of them, but "
+                             f"are {params!r}.")
         if len(params) != count:
             raise ValueError(f"There are {count} prompts but {len(params)} sampling settings; give "
                              f"one for all or one for each.")
@@ -222,6 +240,9 @@ class LLM:
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise ValueError(f"Prompts must be texts or sequences of token ids, not a "
+                         f"{type(prompts).__name__}.")
     if len(prompts) and isinstance(prompts[0], Integral):  # numpy's too
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from kilter.verbs.model_options import (
     add_model_arguments,
     add_sampling_arguments,
     load,
+    read_stdin,
     sampling_params,
 )
 
@@ -32,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     params = sampling_params(args)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = read_stdin() if args.prompt == "-" else args.prompt
+    if prompt is not None and not prompt.strip():
+        raise ValueError("The prompt is empty; ask something, or leave -p out to talk.")
+    if prompt is None and sys.stdin is None:
+        raise ValueError("Standard input is closed, so there is nobody to talk with; give -p TEXT.")
     engine = load(args, max_running=1)
     loaded = time.perf_counter()
     messages: list[dict[str, Any]] = []
@@ -57,12 +62,26 @@ def run(args: argparse.Namespace) -> int:
             return 0
         messages.append({"role": "user", "content": line})
         try:
+            _forget_oldest(engine, messages)
             text, _, _ = _answer(engine, messages, params)
         except ValueError as error:  # this turn cannot be answered; the talk goes on without it
             print(f"kilter: {error}", file=sys.stderr)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": text})
+
+
+def _forget_oldest(engine: Engine, messages: list[dict[str, Any]]) -> None:
+    """Drops the oldest question and answer while the talk leaves no room in the context."""
+    first = 1 if messages[0]["role"] == "system" else 0
+    dropped = 0
+    while (len(messages) > first + 1
+           and len(engine.tokenizer.encode_chat(messages)) >= engine.max_context):
+        del messages[first:first + 2]
+        dropped += 1
+    if dropped:
+        print(f"kilter: the context of {engine.max_context} tokens is full; the oldest "
+              f"{dropped} of your messages and their answers were dropped.", file=sys.stderr)
 
 
 def _answer(engine: Engine, messages: list[dict[str, Any]], params: SamplingParams

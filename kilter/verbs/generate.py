@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ from kilter.report.progress import progress
 from kilter.verbs.model_options import (
     add_model_arguments,
     add_sampling_arguments,
+    decode_utf8,
     load,
+    read_stdin,
     sampling_params,
 )
 
@@ -21,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT",
                         help="a prompt; may be given several times ('-': standard input)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
+    parser.add_argument("--prompts", type=Path, metavar="FILE",
+                        help="a prompt in every line that is not empty")
     parser.add_argument("--logprobs", action="store_true",
                         help="report the log-probability of every token (with --json)")
     parser.add_argument("--json", action="store_true",
@@ -33,9 +35,12 @@ def run(args: argparse.Namespace) -> int:
     if args.logprobs and not args.json:
         raise ValueError("--logprobs prints nothing without --json; add --json.")
     params = sampling_params(args, logprobs=args.logprobs)
-    prompts = [sys.stdin.read() if p == "-" else p for p in args.prompt]
+    if args.prompt.count("-") > 1:
+        raise ValueError("-p - was given more than once, but standard input can be read once.")
+    prompts = [read_stdin() if p == "-" else p for p in args.prompt]
     if args.prompts is not None:
-        prompts += [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line]
+        text = decode_utf8(args.prompts.read_bytes(), str(args.prompts))
+        prompts += [line for line in text.splitlines() if line]
     if not prompts:
         raise ValueError("There is nothing to continue: give -p TEXT or --prompts FILE.")
     engine = load(args, max_running=min(64, len(prompts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,6 +54,27 @@ def sampling_params(args: argparse.Namespace, logprobs: bool = False) -> Samplin
         logprobs=0 if logprobs else None)
 
 
+def read_stdin() -> str:
+    """All of standard input.
+
+    Raises:
+        ValueError: if it is closed or is not UTF-8 text.
+    """
+    if sys.stdin is None:
+        raise ValueError("Standard input is closed, so there is nothing to read from it.")
+    data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
+    return decode_utf8(data, "Standard input")
+
+
+def decode_utf8(data: bytes, what: str) -> str:
+    """The text of UTF-8 bytes. Raises ValueError naming ``what`` and the first bad byte."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text: byte {error.start} is "
+                         f"{data[error.start]:#04x}. Convert it to UTF-8.") from error
+
+
 def load(args: argparse.Namespace, max_running: int) -> Engine:
     """Loads the model with a progress bar on stderr (shown on a terminal only)."""
     import torch
@@ -63,15 +85,13 @@ def load(args: argparse.Namespace, max_running: int) -> Engine:
     from kilter.weights.pull import resolve
 
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads is {args.threads} but must be at least 1.")
-        torch.set_num_threads(args.threads)
         library.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but torch sees no CUDA device here; use --device cpu.")
-    if device.type not in ("cpu", "cuda"):
+        torch.set_num_threads(args.threads)
+    if args.device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device is {args.device!r}, but must be cpu or cuda.")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {args.device}, but torch sees no CUDA device here; use "
+                         f"--device cpu.")
     kv_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.kv]
     path = resolve(args.model)
     with progress("Loading weights") as advance:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kilter.models.decoder import Decoder
 from kilter.models.linear import Embedding, Linear
+from kilter.ops.cpu import library
 from kilter.ops.packed import PackedWeight, QuantTensor, pack
 from kilter.weights.bridge import ModelSource
 
@@ -33,10 +34,7 @@ def load_decoder(source: ModelSource, *, storage: Storage = "auto",
         ValueError: a storage that this device or path does not have.
     """
     device = torch.device(device)
-    packed = exact and device.type == "cpu"
-    if not packed and storage in ("int8", "int4"):
-        raise ValueError(f"Weights stored as {storage} are computed by the exact CPU kernels only; "
-                         f"use fp32, bf16 or auto on {device.type} or with --fast.")
+    _check_storage(storage, exact and device.type == "cpu" and library.available())
     with torch.device("meta"):
         model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, max_positions=max_positions)
     names = [name for name, _ in model.named_parameters()]
@@ -57,17 +55,27 @@ def replace_weights(model: Decoder, weights: ModelSource | Mapping[str, Tensor],
     Raises:
         ValueError: for a name or shape that is not the model's, all listed; nothing was changed.
     """
+    device = model.norm.weight.device
+    _check_storage(storage, model.exact and device.type == "cpu" and library.available())
     shapes = parameter_shapes(model)
     if isinstance(weights, ModelSource):
         found = {name: weights.info(name).shape for name in weights.names()}
-    else:
+    elif isinstance(weights, Mapping) and weights:
+        wrong = [name for name, value in weights.items() if not isinstance(value, Tensor)
+                 or not value.is_floating_point() or value.is_meta]
+        if wrong:
+            raise ValueError(f"New weights must be floating-point tensors with data, but these are "
+                             f"not: {', '.join(map(str, wrong))}.")
         found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    else:
+        raise ValueError(f"New weights must be a ModelSource (kilter.weights.bridge.open_model "
+                         f"gives one) or tensors by name, and not {type(weights).__name__} or "
+                         f"nothing.")
     problems = [f"{name} {list(shape)} is not a parameter of this model" if name not in shapes
                 else f"{name} has shape {list(shape)} but the model's is {list(shapes[name])}"
                 for name, shape in found.items() if shapes.get(name) != shape]
     if problems:
         raise ValueError(f"These weights do not fit the model: {'; '.join(problems)}.")
-    device = model.norm.weight.device
     for name in found:
         value = weights.read(name) if isinstance(weights, ModelSource) else weights[name].detach()
         _put(model, name, value, storage, device)
@@ -88,16 +96,28 @@ def _put(model: Decoder, name: str, value: Tensor | QuantTensor, storage: Storag
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf == "weight" and isinstance(module, Linear | Embedding):
-        if model.exact and device.type == "cpu":
+        if model.exact and device.type == "cpu" and library.available():
             gated = isinstance(module, Linear) and module.gated
             if isinstance(value, QuantTensor) and storage not in ("auto", f"int{value.bits}"):
                 value = value.dequantize()
             module.use_packed(pack(value, storage, gated=gated))
         else:
-            dtype = _plain_dtype(value, storage, device)
-            setattr(module, leaf, _frozen(_dense(value).to(device, dtype)))
+            dense = _dense(value)
+            if storage == "bf16":  # rounded, even where it is held in more bits
+                dense = dense.to(torch.bfloat16)
+            setattr(module, leaf, _frozen(dense.to(device, _plain_dtype(value, storage, device))))
     else:
         setattr(module, leaf, _frozen(_dense(value).to(device, torch.float32)))
+
+
+def _check_storage(storage: Storage, packed: bool) -> None:
+    if storage not in STORAGES:
+        raise ValueError(f"Weights cannot be stored as {storage!r}; choose one of "
+                         f"{', '.join(STORAGES)}.")
+    if not packed and storage in ("int8", "int4"):
+        raise ValueError(f"Weights stored as {storage} are computed by the compiled exact CPU "
+                         f"kernels only; use fp32, bf16 or auto on a GPU, with --fast or without a "
+                         f"C++ compiler.")
 
 
 def _dense(value: Tensor | QuantTensor) -> Tensor:

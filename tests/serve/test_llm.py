@@ -184,7 +184,7 @@ def test_one_bad_request_and_nothing_is_computed(llm: LLM) -> None:
         ([[5] * CONTEXT], good, "Prompt 0 cannot be served. .* no room for an answer"),
         (["a", "b"], [good], "2 prompts but 1 sampling settings"),
         (["a"], replace(good, stop_token_ids=(VOCAB,)), "stop_token_ids has token ids outside"),
-        ([[0.5]], good, "must be a list of token ids"),
+        ([[0.5]], good, "must be a text or a sequence of token ids"),
         ([""], good, "empty"), ([[]], good, "empty"),
     ]:
         steps = llm.engine.scheduler.steps

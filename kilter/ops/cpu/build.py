@@ -37,7 +37,11 @@ def cache_dir() -> Path:
 @functools.cache
 def detect_isa() -> str:
     """The widest instruction set this processor has of those we build for; ``KILTER_CPU_ISA``
-    chooses a narrower one."""
+    chooses a narrower one.
+
+    Raises:
+        ValueError: if that names none, or one this processor does not have.
+    """
     flags: set[str] = set()
     cpuinfo = Path("/proc/cpuinfo")
     if platform.machine() in ("x86_64", "AMD64") and cpuinfo.exists():
@@ -51,15 +55,15 @@ def detect_isa() -> str:
         if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
             best = "avx512"
     asked = os.environ.get("KILTER_CPU_ISA")
-    if asked is None:
+    if not asked:
         return best
     order = list(ISA_FLAGS)
     if asked not in order:
-        raise KernelBuildError(f"KILTER_CPU_ISA is {asked!r}, but must be one of "
-                               f"{', '.join(order)}.")
+        raise ValueError(f"KILTER_CPU_ISA is {asked!r}, but must be one of "
+                         f"{', '.join(order)}.")
     if order.index(asked) < order.index(best):
-        raise KernelBuildError(f"KILTER_CPU_ISA asks for {asked}, but this processor has only "
-                               f"{best}. Unset it or choose {best}.")
+        raise ValueError(f"KILTER_CPU_ISA asks for {asked}, but this processor has only "
+                         f"{best}. Unset it or choose {best}.")
     return asked
 
 

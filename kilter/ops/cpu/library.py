@@ -69,6 +69,12 @@ class Kernel:
 
 
 def set_num_threads(count: int) -> None:
-    """How many threads the kernels use from now on."""
+    """How many threads the kernels use from now on.
+
+    Raises:
+        ValueError: for fewer than 1 or more than 1,024.
+    """
+    if not 1 <= count <= 1024:
+        raise ValueError(f"{count} threads were asked for; it must be from 1 to 1024.")
     if available():
         load().kt_set_num_threads(count)
