@@ -131,17 +131,6 @@ def transformers_contender(folder: Path) -> Contender:
     return Contender("transformers", decode, prefill, size, "fp32")
 
 
-def llama_cpp_contenders() -> list[Contender]:
-    """Empty without llama-cpp-python, which takes half an hour to build; see docs/benchmarks.md."""
-    try:
-        import llama_cpp  # noqa: F401
-    except ImportError:
-        return []
-    from bench.llama_cpp_peer import contenders
-
-    return contenders(prompts, PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS)
-
-
 def hf_folder(model: Path) -> Path:
     """The GGUF's weights as an fp32 folder that `transformers` loads, made once."""
     folder = cache_dir() / "bench" / f"{MODEL}-hf"
@@ -253,7 +242,6 @@ def main() -> None:
         kilter_contender("kilter int8", hf, "int8"),
         kilter_contender("kilter file's own (auto)", folder, "auto"),
         kilter_contender("kilter --fast fp32", hf, "fp32", exact=False),
-        *llama_cpp_contenders(),
     ]
     bandwidth, gemm = read_bandwidth(2.0), gemm_rate(2.0)
     figures = measure(contenders, args.repeats)
