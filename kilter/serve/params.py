@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 _GREEDY_UP_TO = 1e-4  # temperatures this small are taken as zero
 _MAX_ANSWERS = 128  # of one request, as OpenAI has it
+_LISTED = 20  # problems that one error names
 _MAX_BIAS = 1e30  # keeps any sum of logits and biases finite in fp32
 
 
@@ -88,7 +89,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to a token's logit
     include_stop: bool = False  # leave a stop string, once found, in the text
     min_tokens: int = 0  # before so many tokens nothing ends the answer: the model's end tokens
-    # and stop_token_ids cannot be chosen, stop strings are not looked for
+    # and stop_token_ids cannot be chosen, a stop string that is complete by then is text (one that
+    # only begins there still counts); a grammar that is complete ends the answer all the same
     skip_special_tokens: bool = True  # leave special tokens out of the text
     grammar: GrammarSpec | None = None
 
@@ -238,5 +240,7 @@ def _check_number(problems: list[str], name: str, value: Any, low: float, high: 
 
 
 def _raise(what: str, problems: Iterable[str]) -> None:
-    if listed := "; ".join(problems):
-        raise ValueError(f"{what}: {listed}.")
+    problems = list(problems)
+    if problems:
+        more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise ValueError(f"{what}: {'; '.join(problems[:_LISTED])}{more}.")

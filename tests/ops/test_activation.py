@@ -12,17 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kilter.ops import activation as module
 from kilter.ops.activation import gated_activation
-from kilter.ops.cpu import library
 from tests.ops import runnable_isas, use_library
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(module, "available", lambda: False)
-    elif not library.available():
-        pytest.skip("no compiler")
-    return request.param
 
 
 def expected(gate_up: Tensor, kind: str) -> Tensor:

@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kilter.ops import logprob as module
-from kilter.ops.cpu import library
 from kilter.ops.logprob import argmax, log_softmax, token_logprobs
 from tests.ops import runnable_isas, use_library
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(module, "available", lambda: False)
-    elif not library.available():
-        pytest.skip("no compiler")
-    return request.param
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 17, 4095, 4096, 4097, 10_003])

@@ -10,20 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kilter.ops import norm as module
-from kilter.ops.cpu import library
 from kilter.ops.norm import rms_norm
 from tests.ops import runnable_isas, use_library
 
 EPS = 1e-5
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(module, "available", lambda: False)
-    elif not library.available():
-        pytest.skip("no compiler")
-    return request.param
 
 
 def expected(x: Tensor, weight: Tensor, zero_centred: bool, residual: Tensor | None) -> Tensor:

@@ -19,15 +19,6 @@ EPS = 1e-6
 POSITIONS = 50
 
 
-@pytest.fixture(params=["kernel", "torch"])
-def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(module, "available", lambda: False)
-    elif not library.available():
-        pytest.skip("no compiler")
-    return request.param
-
-
 def tables(dim: int) -> tuple[Tensor, Tensor]:
     angle = torch.arange(POSITIONS)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
     return angle.cos(), angle.sin()
