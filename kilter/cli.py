@@ -24,9 +24,12 @@ VERBS = {
     "inspect": "show a model's parameters, bytes, KV cache, FLOPs and layers (headers only)",
     "chat": "talk with a model",
     "generate": "continue a text",
+    "serve": "answer OpenAI's API over HTTP, with a page that shows what the engine does",
+    "batch": "answer a file of requests in OpenAI's batch format",
+    "train": "train a model as a job file says, on one rank or many",
     "convert": "write a model as a Hugging Face folder, from a folder, a name or a GGUF file",
 }
-_LATER = ("plan", "train", "rl", "serve", "bench")
+_LATER = ("plan", "rl", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import ranks
+
+__all__ = ["ranks"]
+
 if not torch.cuda.is_available():
     # Triton reads this when it is imported; without a GPU its kernels run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -22,8 +22,14 @@ ARROWS: dict[str, set[str]] = {
     "report": set(),
     "models": {"ops"},
     "weights": {"models", "ops"},
-    "serve": {"models", "weights", "tokens", "ops", "report"},
-    "verbs": {"models", "weights", "tokens", "ops", "serve", "report"},
+    "comm": {"ops"},
+    "mesh": {"comm", "models"},
+    "parallel": {"models", "weights", "mesh", "comm", "ops"},
+    "train": {"job", "parallel", "weights", "tokens", "models", "mesh", "comm", "ops", "report"},
+    "serve": {"parallel", "models", "weights", "tokens", "mesh", "comm", "ops", "report"},
+    "job": set(),
+    "verbs": {"models", "weights", "tokens", "ops", "serve", "report", "job", "train", "parallel",
+              "mesh", "comm"},
     "cli": {"verbs"},
     "__init__": {"serve"},  # the public names, lazily
     "__main__": {"cli"},
@@ -32,9 +38,12 @@ ARROWS: dict[str, set[str]] = {
 # What kilter/ may import beside the standard library; transformers and gguf are test oracles, so
 # they are not here. Three packages need not be installed, and only one place each may ask for them.
 OUTSIDE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich", "triton",
-           "huggingface_hub", "llguidance"}
+           "huggingface_hub", "llguidance", "fastapi", "starlette", "uvicorn", "pydantic",
+           "prometheus_client", "pyarrow", "tensorboard"}
 ONLY_IN = {"triton": "ops/cuda/", "huggingface_hub": "weights/pull.py",
-           "llguidance": "serve/grammar.py"}
+           "llguidance": "serve/", "fastapi": "serve/server/", "starlette": "serve/server/",
+           "uvicorn": "", "pydantic": "serve/server/", "prometheus_client": "serve/server/",
+           "pyarrow": "train/data/sources.py", "tensorboard": "train/"}
 # These run before it is known what a command needs: nothing heavy at module level.
 INSTANT = ("__init__.py", "__main__.py", "cli.py", "verbs/", "report/")
 

@@ -51,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    (["train"], "`kilter train` is not there yet"),
+    (["plan"], "`kilter plan` is not there yet"),
     (["caht", "-p", "hi"], "Did you mean `kilter chat`?"),
     (["zzz"], "There is no verb 'zzz'; the verbs are: doctor, pull"),
     (["doctor", "--jsn"], "unrecognized arguments: --jsn"),

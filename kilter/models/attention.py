@@ -28,7 +28,8 @@ class Attention(nn.Module):
         self.index = index
         self.kv_dtype = kv_dtype
         self.qkv = Linear(spec.hidden_size, spec.qkv_rows, spec.qkv_bias, ops)
-        self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.out_bias, ops)
+        self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.out_bias, ops,
+                          splits=spec.virtual_shards)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
@@ -44,8 +45,8 @@ class Attention(nn.Module):
         cache = None if kv is None else (kv.keys[self.index], kv.values[self.index], kv.slots_T)
         q_THd, keys, values = self.ops.rope_qkv(
             qkv_TGXd, batch.positions_T, *cos_sin,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            q_norm=None if self.q_norm is None else self.q_norm.scale,
+            k_norm=None if self.k_norm is None else self.k_norm.scale,
             eps=spec.norm_eps, zero_centred=spec.norm_zero_centred,
             kv=cache, kv_dtype=self.kv_dtype)
         o_THd = self.ops.attention(

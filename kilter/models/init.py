@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kilter.models.adapter import LowRank
 from kilter.models.decoder import Decoder
 from kilter.models.norm import RMSNorm
 
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int, std: float = 0.02) -> Decoder:
-    """Fills every parameter: matrices normal(0, std), biases zero, norms the identity.
+    """Fills every parameter: matrices normal(0, std), biases zero, norms the identity; of adapters
+    A uniform within 1 / sqrt(K) and B zero.
 
     Each parameter has its own random stream, keyed by (seed, its name), so a model that is built
     in pieces on several ranks gets the numbers of one built whole.
     """
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                parameter.fill_(0.0 if module.zero_centred else 1.0)
-            elif leaf == "bias":
-                parameter.zero_()
-            else:
-                _fill_normal(parameter, zlib.crc32(f"{seed}/{path}.{leaf}".encode()), std)
+            whole = initial(module, f"{path}.{leaf}", parameter.shape, seed, std)
+            parameter.copy_(whole.to(parameter.dtype))
     return model
 
 
-def _fill_normal(parameter: nn.Parameter, seed: int, std: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(parameter.shape, generator=generator) * std
-    parameter.copy_(values.to(parameter.dtype))
+def initial(module: nn.Module, name: str, shape: Sequence[int], seed: int, std: float = 0.02
+            ) -> Tensor:
+    """The initial value of one whole parameter, float32: of ``module``, called ``name`` in the
+    model, of this shape however much of it a rank holds."""
+    if isinstance(module, RMSNorm):
+        return torch.full(tuple(shape), 0.0 if module.zero_centred else 1.0)
+    if name.endswith(".bias"):
+        return torch.zeros(tuple(shape))
+    if isinstance(module, LowRank) and not name.endswith(".lora_a"):
+        # DoRA's magnitudes are norms of what the weights turn out to be; see `kilter.train.lora`.
+        return torch.full(tuple(shape), 0.0 if name.endswith(".lora_b") else torch.nan)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    if isinstance(module, LowRank):
+        return (2.0 * torch.rand(tuple(shape), generator=generator) - 1.0) / shape[1] ** 0.5
+    return torch.randn(tuple(shape), generator=generator) * std

@@ -16,7 +16,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.activation = spec.activation
         self.gate_up = Linear(spec.hidden_size, 2 * spec.ffn_size, spec.mlp_bias, ops, gated=True)
-        self.down = Linear(spec.ffn_size, spec.hidden_size, spec.mlp_bias, ops)
+        self.down = Linear(spec.ffn_size, spec.hidden_size, spec.mlp_bias, ops,
+                           splits=spec.virtual_shards)
 
     def forward(self, x_TD: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, D]; with ``residual``, residual + the block's output."""

@@ -109,6 +109,16 @@ class ModelSpec:
         return self.num_kv_heads * (self.queries_per_kv + 2) * self.head_dim
 
     @property
+    def virtual_shards(self) -> int:
+        """Parts in which every sum over heads or over the feed-forward width is cut, however many
+        ranks share it: the most, up to 8, that whole KV groups (or equal shares of a group's
+        queries) and equal shares of the feed-forward width make. A forward's bits are then the
+        same for every number of ranks that does not exceed it."""
+        return max(v for v in range(1, 9) if self.ffn_size % v == 0 and (
+            self.num_kv_heads % v == 0
+            or (v % self.num_kv_heads == 0 and self.num_heads % v == 0)))
+
+    @property
     def kv_elements_per_token(self) -> int:
         """Elements (not bytes) the KV cache holds per token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim

@@ -25,6 +25,7 @@ class Ops:
     name: str
     linear: Callable[..., Tensor]  # kilter.ops.linear
     gated_linear: Callable[..., Tensor]
+    gated_activation: Callable[[Tensor, str], Tensor]  # kilter.ops.activation
     embed: Callable[..., Tensor]  # kilter.ops.embedding
     rms_norm: Callable[..., Tensor]  # kilter.ops.norm
     rope_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]  # kilter.ops.rope
@@ -37,6 +38,7 @@ class Ops:
 @functools.cache
 def exact_ops() -> Ops:
     """Row-invariant ops: compiled CPU kernels, Triton on CUDA, pure torch without a compiler."""
+    from kilter.ops.activation import gated_activation
     from kilter.ops.attention import attention
     from kilter.ops.embedding import embed
     from kilter.ops.linear import gated_linear, linear
@@ -44,8 +46,8 @@ def exact_ops() -> Ops:
     from kilter.ops.norm import rms_norm
     from kilter.ops.rope import rope_qkv
 
-    return Ops("exact", linear, gated_linear, embed, rms_norm, rope_qkv, attention, log_softmax,
-               token_logprobs, argmax)
+    return Ops("exact", linear, gated_linear, gated_activation, embed, rms_norm, rope_qkv,
+               attention, log_softmax, token_logprobs, argmax)
 
 
 @functools.cache
@@ -53,6 +55,6 @@ def stock_ops() -> Ops:
     """torch's own kernels."""
     from kilter.ops import stock
 
-    return Ops("stock", stock.linear, stock.gated_linear, stock.embed, stock.rms_norm,
-               stock.rope_qkv, stock.attention, stock.log_softmax, stock.token_logprobs,
-               stock.argmax)
+    return Ops("stock", stock.linear, stock.gated_linear, stock.gated_activation, stock.embed,
+               stock.rms_norm, stock.rope_qkv, stock.attention, stock.log_softmax,
+               stock.token_logprobs, stock.argmax)

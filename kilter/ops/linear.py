@@ -13,6 +13,7 @@ spread over ranks, whatever their number, as long as each holds a subtree.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -109,6 +110,38 @@ def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     if isinstance(weight, PackedWeight):
         weight = weight.dequantize()
     return linear(dy_TN, weight.t())
+
+
+def tree_shares(splits: int, ranks: int) -> list[int]:
+    """How many of a sum's ``splits`` parts each of ``ranks`` ranks holds, in order, so that every
+    rank holds a subtree of its tree. The rank of n parts runs `linear` with ``splits=n`` on its
+    stretch of K, and `tree_add` of the ranks' results has the bits of the whole.
+
+    Raises:
+        ValueError: if there are fewer parts than ranks, or no rank.
+    """
+    if not 1 <= ranks <= splits:
+        raise ValueError(f"A sum in {splits} part(s) cannot be spread over {ranks} rank(s): it "
+                         f"takes 1 to {splits}, so that everyone holds a part.")
+    if ranks == 1:
+        return [splits]
+    return [*tree_shares(splits - splits // 2, ranks - ranks // 2),
+            *tree_shares(splits // 2, ranks // 2)]
+
+
+def tree_add(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' results (of one shape, in the order of ranks): the top of the tree
+    whose subtrees `tree_shares` gives them.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if not parts:
+        raise ValueError("There is nothing to add: tree_add needs one tensor per rank.")
+    if len(parts) == 1:
+        return parts[0]
+    left = len(parts) - len(parts) // 2
+    return tree_add(parts[:left]) + tree_add(parts[left:])
 
 
 def _check(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,

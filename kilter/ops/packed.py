@@ -47,6 +47,15 @@ class QuantTensor:
         return QuantTensor(self.q[index], self.scale[index],
                            None if self.min is None else self.min[index], self.bits, self.group)
 
+    def columns(self, start: int, stop: int) -> QuantTensor | Tensor:
+        """Columns [start, stop); exact; float32 where they do not fall on whole groups."""
+        if start % self.group or stop % self.group:
+            return self.dequantize()[:, start:stop].contiguous()
+        a, b = start // self.group, stop // self.group
+        return QuantTensor(self.q[:, start:stop].contiguous(), self.scale[:, a:b].contiguous(),
+                           None if self.min is None else self.min[:, a:b].contiguous(), self.bits,
+                           self.group)
+
     def dequantize(self) -> Tensor:
         """float32 [N, K]."""
         n, k = self.q.shape

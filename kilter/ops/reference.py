@@ -173,22 +173,45 @@ def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor
     return out_THd, lse_TH
 
 
-def _log_sum_exp(logits_TV: Tensor) -> Tensor:
+def vocab_chunk(vocab: int) -> int:
+    """Neighbouring tokens whose exponentials are summed apart: a power of two up to 128, at least
+    eight times in the vocabulary where that is possible."""
+    return min(128, 1 << (max(1, vocab // 8).bit_length() - 1))
+
+
+def chunk_sums(logits_TV: Tensor, top_T: Tensor, chunk: int) -> Tensor:
+    """float32 [T, ceil(V / chunk)]: sums of exp(logits - top), each a tree over its chunk."""
+    e = exp(logits_TV - top_T[:, None])
+    return tree_sum(F.pad(e, (0, -e.shape[1] % chunk)).unflatten(1, (-1, chunk))).float()
+
+
+def _log_sum_exp(top_T: Tensor, sums_TC: Tensor) -> Tensor:
     """double [T]."""
-    top = logits_TV.amax(-1, keepdim=True)
-    return top[:, 0].double() + _log(tree_sum(exp(logits_TV - top)))
+    return top_T.double() + _log(tree_sum(sums_TC.double()))
+
+
+def _tops_and_sums(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    top_T = logits_TV.amax(-1)
+    return top_T, chunk_sums(logits_TV, top_T, vocab_chunk(logits_TV.shape[1]))
+
+
+def logprobs_from_sums(chosen_T: Tensor, top_T: Tensor,
+                       sums_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, log-sum-exp), float32 [T]."""
+    lse_T = _log_sum_exp(top_T, sums_TC)
+    return (chosen_T.double() - lse_T).float(), lse_T.float()
 
 
 def log_softmax(logits_TV: Tensor) -> Tensor:
     """[T, V]."""
-    return (logits_TV.double() - _log_sum_exp(logits_TV)[:, None]).float()
+    return (logits_TV.double() - _log_sum_exp(*_tops_and_sums(logits_TV))[:, None]).float()
 
 
-def token_logprobs(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """[T]."""
+def token_logprobs(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, log-sum-exp), float32 [T]."""
     check_range("target", targets_T, logits_TV.shape[1])
-    chosen = logits_TV.gather(1, targets_T[:, None])[:, 0]
-    return (chosen.double() - _log_sum_exp(logits_TV)).float()
+    chosen_T = logits_TV.gather(1, targets_T[:, None])[:, 0]
+    return logprobs_from_sums(chosen_T, *_tops_and_sums(logits_TV))
 
 
 def argmax(logits_TV: Tensor) -> Tensor:

@@ -14,16 +14,21 @@ from torch import Tensor
 
 
 def linear(x_TK: Tensor, weight: Tensor, bias: Tensor | None = None,
-           residual: Tensor | None = None) -> Tensor:
-    """[T, N]."""
+           residual: Tensor | None = None, *, splits: int = 1) -> Tensor:
+    """[T, N]. ``splits`` asks for an order of summation, and there is none to choose here."""
     y_TN = F.linear(x_TK, weight, bias)
     return y_TN if residual is None else residual + y_TN
 
 
 def gated_linear(x_TK: Tensor, weight: Tensor, bias: Tensor | None = None,
-                 activation: str = "silu") -> Tensor:
-    """[T, F]: activation(gate) * up, weight rows [gate; up]."""
-    gate_TF, up_TF = F.linear(x_TK, weight, bias).chunk(2, dim=-1)
+                 activation: str = "silu", *, splits: int = 1) -> Tensor:
+    """[T, F]: activation(gate) * up, weight rows [gate; up]; ``splits`` as in `linear`."""
+    return gated_activation(F.linear(x_TK, weight, bias), activation)
+
+
+def gated_activation(gate_up_TF2: Tensor, activation: str) -> Tensor:
+    """[T, F] of rows [gate | up]."""
+    gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate_TF) * up_TF
     return F.gelu(gate_TF, approximate="tanh") * up_TF

@@ -47,7 +47,7 @@ def score_with_cache(executor: Executor, texts: SequenceOf[list[int]], chunk: in
     while unfinished := [r for r in requests if r.computed < r.length]:
         work = [next_chunk(executor.pool, r, chunk) for r in unfinished]
         rows = executor.run(work).split([c.rows for c in work])
-        for (request, count, _), logits in zip(work, rows, strict=True):
+        for (request, count, *_), logits in zip(work, rows, strict=True):
             request.computed += count
             targets = torch.tensor(request.tokens[request.computed - count + 1:
                                                   request.computed + 1], dtype=torch.int64)

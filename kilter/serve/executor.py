@@ -8,7 +8,7 @@ one call (see `kilter.ops.cpu.tape`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Chunk(NamedTuple):
     request: Request
     size: int  # tokens to compute from ``request.computed`` on; their pages are allocated
     rows: int  # of how many of them, from the last, logits are wanted
+    hidden: Callable[[Tensor], None] | None = None  # given [size, D] after the last norm
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, work: Sequence[Chunk]) -> Tensor:
-        """Computes a step; requests are read, not changed.
+        """Computes a step; requests are read, not changed. Chunks that ask for their hidden states
+        are given them before it returns; they may be kept.
 
         Returns:
             Logits of the wanted rows in order, float32 [N, V]. The next call may overwrite them.
@@ -78,7 +80,7 @@ class Executor:
             ValueError: for a chunk beyond its request's tokens or pages, or ``max_context``.
         """
         size = self.pool.page_size
-        for request, count, rows in work:
+        for request, count, rows, _ in work:
             end = request.computed + count
             if not (0 <= rows <= count and count >= 1 and end <= request.length):
                 raise ValueError(f"{count} tokens (and logits of {rows}) were asked of a request "
@@ -90,7 +92,12 @@ class Executor:
         if (len(work) <= _RECORDED_SEQS and all(c.size == c.rows == 1 for c in work)
                 and self._can_record):
             return self._decode([chunk.request for chunk in work])
-        return self.compute(self.lay_out(work))
+        inputs = self.lay_out(work)
+        hidden_TD = self.hidden(inputs)
+        for chunk, start in zip(work, inputs.cu_seqlens_S1, strict=False):
+            if chunk.hidden is not None:
+                chunk.hidden(hidden_TD[start:start + chunk.size])
+        return self.logits(hidden_TD, inputs)
 
     def lay_out(self, work: Sequence[Chunk]) -> Inputs:
         """The step as arrays."""
@@ -98,7 +105,7 @@ class Executor:
         tokens: list[int] = []
         positions, slots, cu, contexts, rows = [], [], [0], [], []
         table_SP = np.zeros((len(work), max(len(c.request.pages) for c in work)), dtype=np.int32)
-        for s, (request, count, wanted) in enumerate(work):
+        for s, (request, count, wanted, _) in enumerate(work):
             start, end = request.computed, request.computed + count
             tokens += request.tokens[start:end]
             position = np.arange(start, end, dtype=np.int32)
@@ -116,8 +123,8 @@ class Executor:
                       None if len(rows_N) == len(tokens) else rows_N)
 
     @torch.inference_mode()
-    def compute(self, inputs: Inputs) -> Tensor:
-        """Logits of a laid-out step, [N, V]."""
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """Hidden states of a laid-out step after the last norm, [T, D]."""
         put = self._put
         pool = self.pool
         batch = Batch(
@@ -125,10 +132,14 @@ class Executor:
             int(np.diff(inputs.cu_seqlens_S1).max()),
             KVView(pool.keys, pool.values, pool.page_size, put(inputs.page_table_SP),
                    put(inputs.context_S), put(inputs.slots_T)))
-        x_TD = self.model.hidden(batch)
+        return self.model.hidden(batch)
+
+    @torch.inference_mode()
+    def logits(self, hidden_TD: Tensor, inputs: Inputs) -> Tensor:
+        """Logits of a step's wanted rows, [N, V]."""
         if inputs.rows_N is not None:
-            x_TD = x_TD[put(inputs.rows_N)]
-        return self.model.logits(x_TD)
+            hidden_TD = hidden_TD[self._put(inputs.rows_N)]
+        return self.model.logits(hidden_TD)
 
     def weights_changed(self) -> None:
         """Forgets recordings, which point at the old weights."""

@@ -15,6 +15,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,8 @@ class GrammarCompiler:
         # An ambiguous grammar's row of parser items grows with the answer and a token costs its
         # square: at 500 some 15 ms. Real schemas stay far below.
         self._limits = llguidance.LLParserLimits(max_items_in_row=500, verbose_errors=False)
-        self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        # Whoever asks first compiles, others wait for that; what cannot be used is kept too.
+        self._cache: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
 
@@ -76,16 +78,25 @@ class GrammarCompiler:
                 no text at all can satisfy it.
         """
         with self._lock:
-            if spec in self._cache:
-                self._cache.move_to_end(spec)
-                return self._cache[spec]
             vocabulary = self._vocabulary
-        grammar = Grammar(self._matcher(spec, vocabulary), self._ends)
-        with self._lock:
-            self._cache[spec] = grammar
-            while len(self._cache) > self._cache_size:
-                self._cache.popitem(last=False)
-        return grammar
+            grammar = self._cache.get(spec)
+            if mine := grammar is None:
+                grammar = self._cache[spec] = Future()
+                if len(self._cache) > self._cache_size:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(spec)
+        if mine:
+            try:
+                grammar.set_result(Grammar(self._matcher(spec, vocabulary), self._ends))
+            except BaseException as error:  # whatever it is, nobody may wait for ever
+                grammar.set_exception(GrammarError(str(error)))
+                if not isinstance(error, GrammarError):
+                    with self._lock:
+                        self._cache.pop(spec, None)
+                    raise
+        if (failure := grammar.exception()) is not None:
+            raise GrammarError(str(failure))  # not that one: each time it is raised it would grow
+        return grammar.result()
 
     def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         what = {"json_schema": "JSON schema", "json_object": "JSON object grammar",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kilter.report.progress import progress as progress_bar
 from kilter.serve.beam import BeamSearch
-from kilter.serve.engine import Delta, Engine
+from kilter.serve.engine import Delta, Engine, Pooling
 from kilter.serve.load import load_engine
 from kilter.serve.params import BeamParams, SamplingParams
 from kilter.serve.sampler import Choice, best_answers
@@ -163,6 +163,36 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         return [[c.logprob for c in answer.prompt_choices or () if c.logprob is not None]
                 for answer in self.generate(prompts, params)]
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean",
+              normalize: bool = True) -> np.ndarray:
+        """Vectors of all prompts, float32 [prompts, D], in their order.
+
+        Args:
+            pooling: ``mean`` of the hidden states (after the last norm) of all tokens, or that of
+                the ``last``.
+            normalize: whether each is scaled to length 1.
+
+        Raises:
+            ValueError: for a prompt that cannot be served; nothing was computed.
+        """
+        ids = [self._ids(prompt) for prompt in _listed(prompts)]
+        vectors = np.empty((len(ids), self.engine.model.spec.hidden_size), dtype=np.float32)
+        rows: dict[int, int] = {}
+        with self._turn, contextlib.ExitStack() as stack:
+            stack.callback(self._forget, rows)
+            for i, prompt in enumerate(ids):
+                try:
+                    number = self.engine.submit_embedding(prompt, pooling=pooling,
+                                                          normalize=normalize)
+                except ValueError as error:
+                    raise ValueError(f"Prompt {i} cannot be served. {error}") from error
+                rows[number] = i
+            while self.engine.busy:
+                for delta in self.engine.step():
+                    if delta.request in rows:
+                        vectors[rows[delta.request]] = delta.embedding
+        return vectors
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamParams) -> list[Answer]:
         """The ``width`` best continuations of each prompt. A beam is a request of one token whose

@@ -79,6 +79,17 @@ class Pages:
     def is_held(self, page: int) -> bool:
         return self._requests[page] > 0
 
+    def holders(self, page: int) -> int:
+        """How many requests hold a page."""
+        return self._requests[page]
+
+    def page_map(self) -> str:
+        """One character per page: "0" free, "c" only cached, "1" to "9" held by so many requests
+        (9: or more)."""
+        codes_P = ord("0") + np.minimum(self._requests_P, 9)
+        codes_P[(self._requests_P == 0) & self._in_cache_P] = ord("c")
+        return codes_P.astype(np.uint8).tobytes().decode("ascii")
+
     def num_unshared(self, pages: SequenceOf[int]) -> int:
         """How many pages come before the first that several requests hold."""
         shared = np.flatnonzero(self._requests_P[_index(pages)] > 1)

@@ -191,6 +191,13 @@ class RadixTree:
         for namespace in list(self._roots):
             self.drop_namespace(namespace)
 
+    def walk(self) -> Iterator[_Node]:
+        """Every node, those nearer to a root first."""
+        level = [node for root in self._roots.values() for node in root.children.values()]
+        while level:
+            yield from level
+            level = [child for node in level for child in node.children.values()]
+
     def check_integrity(self) -> None:
         """Walks the tree and recounts the pages: raises AssertionError for anything that does not
         hold. O(pages)."""
@@ -402,6 +409,11 @@ class _Node:
         self.queued = False  # in the heap
         self.children: dict[bytes, _Node] = {}  # by their first page's tokens
         self.order: list[bytes] = []  # the children's keys, sorted
+
+    @property
+    def tokens(self) -> int:
+        """How many its run has."""
+        return len(self.run) // _TOKEN
 
     def put(self, child: _Node, page_bytes: int) -> None:
         key = child.run[:page_bytes]

@@ -85,6 +85,8 @@ class Scheduler:
         self.running: list[Request] = []  # by (rank, age): the last is the one that gives way
         self.steps = 0
         self.preemptions = 0
+        self.prompt_tokens = 0  # of requests that have begun
+        self.cached_prompt_tokens = 0  # of these found in the prefix cache
         self._answers: deque[int] = deque(maxlen=_HISTORY)
         self._expected: int | None = None  # tokens of an answer, from `_answers`
         self._departures = 0  # requests that stopped running
@@ -292,6 +294,8 @@ class Scheduler:
         request.cached = request.computed
         if request.found is None:
             request.found = request.cached
+            self.prompt_tokens += request.prompt_length
+            self.cached_prompt_tokens += min(request.cached, request.prompt_length)
         request.status = Status.RUNNING
         self.waiting.remove(request)
         insort(self.running, request, key=self._rank)

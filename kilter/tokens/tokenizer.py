@@ -153,14 +153,15 @@ class Tokenizer:
         Raises ValueError if the text holds a lone surrogate, which no encoding of text can carry.
         """
         backend = self._backend if parse_special else self._literal_backend
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"The text holds a lone surrogate, {text[error.start]!r}, at position "
-                f"{error.start}. Send well-formed Unicode."
-            ) from error
+        _check_well_formed(text)
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text without added special tokens, and the characters [begin, end) of it
+        that each stands for. Raises as `encode`."""
+        _check_well_formed(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens; invalid UTF-8 becomes U+FFFD, one per maximal invalid part."""
@@ -317,3 +318,13 @@ def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def _check_well_formed(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The text holds a lone surrogate, {text[error.start]!r}, at position {error.start}. "
+            f"Send well-formed Unicode."
+        ) from error

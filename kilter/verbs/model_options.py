@@ -1,4 +1,4 @@
-"""The options that `generate` and `chat` share, and what they load."""
+"""The options that verbs share which run a model, and what they load."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kilter.serve.engine import Engine
     from kilter.serve.params import SamplingParams
+    from kilter.serve.scheduler import Policy
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL and how it is loaded."""
     parser.add_argument("model", help="a pulled model's name, a folder or a .gguf file")
+    add_loading_arguments(parser)
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a model is loaded; `load` reads them."""
     group = parser.add_argument_group("loading")
     group.add_argument("--weights", default="auto",
                        choices=("auto", "fp32", "bf16", "int8", "int4"),
@@ -75,8 +81,10 @@ def decode_utf8(data: bytes, what: str) -> str:
                          f"{data[error.start]:#04x}. Convert it to UTF-8.") from error
 
 
-def load(args: argparse.Namespace, max_running: int) -> Engine:
-    """Loads the model with a progress bar on stderr (shown on a terminal only)."""
+def load(args: argparse.Namespace, max_running: int, *, kv_tokens: int | None = None,
+         policy: Policy = "fcfs") -> Engine:
+    """Loads the model with a progress bar on stderr (shown on a terminal only). The last three
+    arguments are as `load_engine` has them."""
     import torch
 
     from kilter.ops.cpu import library
@@ -96,5 +104,5 @@ def load(args: argparse.Namespace, max_running: int) -> Engine:
     path = resolve(args.model)
     with progress("Loading weights") as advance:
         return load_engine(path, storage=args.weights, device=args.device, exact=not args.fast,
-                              kv_dtype=kv_dtype, context=args.context, max_running=max_running,
-                              progress=advance)
+                           kv_dtype=kv_dtype, context=args.context, kv_tokens=kv_tokens,
+                           max_running=max_running, policy=policy, progress=advance)

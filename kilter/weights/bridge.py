@@ -49,7 +49,8 @@ class TensorStore(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]: ...
-    def read(self, name: str, rows: slice | None = None) -> Weight: ...
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None
+             ) -> Weight: ...
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class ModelSource:
         """Our parameter names, in the order of the computation."""
         return list(self.maps)
 
-    def read(self, name: str, rows: slice | None = None) -> Weight:
-        """The parameter, or its rows [rows.start, rows.stop); only their bytes are read.
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
+        """The parameter, or its rows [rows.start, rows.stop) and columns; only their bytes are read
+        (of block-quantised tensors, the blocks that hold them).
 
         Returns:
             Tensor in the file's own dtype, or `QuantTensor` where a GGUF file holds the matrix
@@ -103,12 +105,15 @@ class ModelSource:
             format that loses nothing (`mappings.common_format`).
         """
         mapping = self._map(name)
+        def read(source: str, picked: slice) -> Weight:
+            return self.store.read(source, picked, columns)
+
         if rows is None:
-            return mapping.read(self.store.read)
+            return mapping.read(read)
         start, stop, step = rows.indices(mapping.shape[0])
         if step != 1:
             raise ValueError(f"Rows {rows} of {name} have step {step}; only step 1 is supported.")
-        return mapping.read(self.store.read, start, max(start, stop))
+        return mapping.read(read, start, max(start, stop))
 
     def info(self, name: str) -> ParameterInfo:
         mapping = self._map(name)

@@ -81,8 +81,10 @@ class GGUFFile:
             raise WeightsError(f"{self.path} has a header name that is not UTF-8 ({error}); the "
                                "file is damaged. Fetch it again.") from None
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor | QuantTensor:
-        """The tensor `name`, or those of its rows; only their bytes are read.
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None
+             ) -> Tensor | QuantTensor:
+        """The tensor `name`, or those of its rows and columns; only the blocks that hold them are
+        read.
 
         Returns:
             Tensor of the file's own dtype (F32, F16, BF16; any rank), or for quantised 2-D
@@ -99,7 +101,17 @@ class GGUFFile:
         if rows is not None:
             raw = raw.reshape(shape[0], -1)[rows]
             shape = (raw.shape[0], *shape[1:])
-        return unpack(t.type, raw.reshape(-1), shape)
+        if columns is None:
+            return unpack(t.type, raw.reshape(-1), shape)
+        start, stop, _ = columns.indices(shape[1])
+        per_block, block_bytes = BLOCKS[t.type]
+        first, last = start // per_block, -(-stop // per_block)
+        raw = raw.reshape(shape[0], shape[1] // per_block, block_bytes)[:, first:last]
+        value = unpack(t.type, raw.reshape(-1), (shape[0], (last - first) * per_block))
+        start, stop = start - first * per_block, stop - first * per_block
+        if isinstance(value, QuantTensor):
+            return value.columns(start, stop)
+        return value[:, start:stop].contiguous()
 
     def _check_magic(self) -> None:
         if self._map[:4] != b"GGUF":

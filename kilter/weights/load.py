@@ -34,12 +34,12 @@ def load_decoder(source: ModelSource, *, storage: Storage = "auto",
         ValueError: a storage that this device or path does not have.
     """
     device = torch.device(device)
-    _check_storage(storage, exact and device.type == "cpu" and library.available())
+    check_storage(storage, exact, device)
     with torch.device("meta"):
         model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, max_positions=max_positions)
     names = [name for name, _ in model.named_parameters()]
     for done, name in enumerate(names):
-        _put(model, name, source.read(name), storage, device)
+        put_weight(model, name, source.read(name), storage, device)
         if progress is not None:
             progress(done + 1, len(names))
     return model.eval()
@@ -56,7 +56,7 @@ def replace_weights(model: Decoder, weights: ModelSource | Mapping[str, Tensor],
         ValueError: for a name or shape that is not the model's, all listed; nothing was changed.
     """
     device = model.norm.weight.device
-    _check_storage(storage, model.exact and device.type == "cpu" and library.available())
+    check_storage(storage, model.exact, device)
     shapes = parameter_shapes(model)
     if isinstance(weights, ModelSource):
         found = {name: weights.info(name).shape for name in weights.names()}
@@ -78,7 +78,7 @@ def replace_weights(model: Decoder, weights: ModelSource | Mapping[str, Tensor],
         raise ValueError(f"These weights do not fit the model: {'; '.join(problems)}.")
     for name in found:
         value = weights.read(name) if isinstance(weights, ModelSource) else weights[name].detach()
-        _put(model, name, value, storage, device)
+        put_weight(model, name, value, storage, device)
 
 
 def parameter_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
@@ -90,9 +90,9 @@ def parameter_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _put(model: Decoder, name: str, value: Tensor | QuantTensor, storage: Storage,
-         device: torch.device) -> None:
-    """Stores a weight the way this model holds it."""
+def put_weight(model: Decoder, name: str, value: Tensor | QuantTensor, storage: Storage,
+               device: torch.device) -> None:
+    """Stores one weight the way this model holds it."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf == "weight" and isinstance(module, Linear | Embedding):
@@ -110,7 +110,9 @@ def _put(model: Decoder, name: str, value: Tensor | QuantTensor, storage: Storag
         setattr(module, leaf, _frozen(_dense(value).to(device, torch.float32)))
 
 
-def _check_storage(storage: Storage, packed: bool) -> None:
+def check_storage(storage: Storage, exact: bool, device: torch.device) -> None:
+    """Raises ValueError for a storage that this device or path does not have."""
+    packed = exact and device.type == "cpu" and library.available()
     if storage not in STORAGES:
         raise ValueError(f"Weights cannot be stored as {storage!r}; choose one of "
                          f"{', '.join(STORAGES)}.")

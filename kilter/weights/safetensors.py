@@ -78,14 +78,19 @@ class SafetensorsFolder:
                              for t in self.tensors.values() if t.name not in named]
         raise_all(problems, f"The safetensors files of {folder} cannot be read.")
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """The tensor `name`, or those of its rows; a copy in the file's own dtype."""
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor `name`, or those of its rows and columns; a copy in the file's own dtype."""
         t = self.tensors[name]
         raw = np.frombuffer(self._maps[t.file], np.uint8, t.nbytes, t.offset)
         shape = t.shape
         if rows is not None:
             raw = raw.reshape(shape[0], t.nbytes // shape[0] if shape[0] else 0)[rows]
             shape = (raw.shape[0], *shape[1:])
+        if columns is not None:
+            start, stop, _ = columns.indices(shape[1])
+            size = t.nbytes // max(1, math.prod(t.shape))
+            raw = raw.reshape(shape[0], shape[1] * size)[:, start * size:stop * size]
+            shape = (shape[0], stop - start, *shape[2:])
         return as_tensor(raw, _DTYPES[t.dtype], shape)
 
     def _open(self, file: str, problems: list[str]) -> None:

@@ -14,7 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kilter.ops import linear as module
 from kilter.ops.activation import gated_activation
 from kilter.ops.cpu.tape import Tape
-from kilter.ops.linear import gated_linear, linear, linear_grad_input
+from kilter.ops.linear import (
+    gated_linear,
+    linear,
+    linear_grad_input,
+    tree_add,
+    tree_shares,
+)
 from kilter.ops.packed import PackedWeight, pack
 from tests.ops import runnable_isas, use_library
 from tests.ops.test_packed import KINDS, quantised
@@ -67,11 +73,27 @@ def test_splits_are_chains_added_in_a_balanced_tree(splits: int, storage: str) -
         assert torch.equal(linear(x[:rows], packed, splits=splits), tree(0, splits)[:rows])
 
 
-def test_ranks_that_hold_subtrees_agree_with_one() -> None:
-    x, weight = torch.randn(5, 192), torch.randn(18, 192)
-    whole = linear(x, weight, splits=8)
-    halves = [linear(x[:, i:i + 96], weight[:, i:i + 96], splits=4) for i in (0, 96)]
-    assert torch.equal(whole, halves[0] + halves[1])
+@pytest.mark.parametrize("splits", range(1, 9))
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8", "int4"])
+def test_ranks_that_hold_subtrees_agree_with_one(splits: int, storage: str) -> None:
+    """Cut K between ranks where the tree is cut, sum each side's parts, add the ranks' results."""
+    x, weight = torch.randn(7, 32 * splits), torch.randn(18, 32 * splits)
+    whole = linear(x, pack(weight, storage), splits=splits)
+    for ranks in range(1, splits + 1):
+        shares = tree_shares(splits, ranks)
+        assert len(shares) == ranks and sum(shares) == splits and min(shares) > 0
+        sides = [slice(32 * sum(shares[:r]), 32 * sum(shares[:r + 1])) for r in range(ranks)]
+        parts = [linear(x[:, side], pack(weight[:, side], storage), splits=share)
+                 for side, share in zip(sides, shares, strict=True)]
+        assert torch.equal(tree_add(parts), whole), (splits, ranks)
+
+
+def test_what_cannot_be_spread_is_refused() -> None:
+    for splits, ranks in ((3, 4), (3, 0), (0, 1)):
+        with pytest.raises(ValueError, match="cannot be spread"):
+            tree_shares(splits, ranks)
+    with pytest.raises(ValueError, match="nothing to add"):
+        tree_add([])
 
 
 @settings(max_examples=40, deadline=None)
@@ -208,14 +230,15 @@ def test_without_a_compiler_torch_computes_the_same_within_rounding(
     assert torch.allclose(gated_linear(x, weight, bias, "gelu_tanh"), gated, atol=1e-3)
 
 
-def test_a_recorded_call_replays_on_new_numbers() -> None:
-    x, packed = torch.randn(2, 32), pack(torch.randn(20, 32), "bf16")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_recorded_call_replays_on_new_numbers(splits: int) -> None:
+    x, packed = torch.randn(2, 96), pack(torch.randn(20, 96), "bf16")
     tape = Tape()
     with tape.record():
-        y = linear(x, packed)
-    x.copy_(torch.randn(2, 32))
+        y = linear(x, packed, splits=splits)
+    x.copy_(torch.randn(2, 96))
     tape.replay()
-    assert torch.equal(y, linear(x, packed))
+    assert torch.equal(y, linear(x, packed, splits=splits))
 
 
 def test_errors_say_everything_that_is_wrong() -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +354,39 @@ def test_a_model_without_an_end_token_is_refused() -> None:
     backend.decoder = decoders.ByteLevel()
     with pytest.raises(GrammarError, match="no end token"):
         GrammarCompiler(Tokenizer(backend, {}))
+
+
+def test_threads_that_want_the_same_grammar_compile_it_once(monkeypatch: pytest.MonkeyPatch
+                                                            ) -> None:
+    """And wait for it, not for each other's; what fails fails for all, and again."""
+    compiler = GrammarCompiler(sentencepiece_tokenizer(["a"]), (257,), cache_size=2)
+    compiled: list[str] = []
+    real, gate = compiler._matcher, threading.Event()
+
+    def slow(spec: GrammarSpec, vocabulary: Any) -> Any:
+        compiled.append(spec.text)
+        if spec.text == "slow":
+            assert gate.wait(30)
+        return real(spec, vocabulary)
+
+    monkeypatch.setattr(compiler, "_matcher", slow)
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(compiler.compile, GrammarSpec("regex", "slow")) for _ in range(4)]
+        quick = pool.submit(compiler.compile, GrammarSpec("regex", "quick"))
+        assert quick.result(30) is not None and not any(future.done() for future in waiting)
+        gate.set()
+        assert len({id(future.result(30)) for future in waiting}) == 1
+        broken = [pool.submit(compiler.compile, GrammarSpec("regex", "(")) for _ in range(3)]
+        errors = [future.exception(30) for future in broken]
+    assert all(isinstance(error, GrammarError) for error in errors)
+    assert len({id(error) for error in errors}) == 3  # an error that is raised twice grows
+    assert sorted(compiled) == ["(", "quick", "slow"]
+    compiler.compile(GrammarSpec("regex", "other"))
+    compiler.compile(GrammarSpec("regex", "more"))
+    compiler.compile(GrammarSpec("regex", "quick"))  # it had to go, of three
+    assert compiled.count("quick") == 2
+
+    monkeypatch.setattr(compiler, "_matcher", lambda *_: 1 / 0)
+    for _ in range(2):  # a bug is told each time, and nobody waits for ever
+        with pytest.raises(ZeroDivisionError):
+            compiler.compile(GrammarSpec("regex", "bug"))

@@ -11,8 +11,12 @@
 //   many rows   for each stretch of k: weights as fp32 in L1 (widened to scratch unless they are
 //               fp32 already), then every tile of up to six rows over them
 //
+// Where there are several blocks of rows, weights that are not fp32 panels are widened once for all
+// of them, a segment of a few megabytes at a time.
+//
 // The sums land in a scratch [rows][64]; the epilogue turns them into outputs.
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 
 #include "activation.h"
@@ -33,13 +37,16 @@ struct KtLinearArgs {
 
 namespace {
 
+constexpr long round_up(long n, long m) { return (n + m - 1) / m * m; }
+
 constexpr int kBlock = 4;          // panels in a block
 constexpr int kWidth = kBlock * 16;
 constexpr long kRowBlock = 192;    // most rows of a block: its sums stay in L2
+constexpr long kSegment = 1 << 20;  // fp32 weights widened for all rows: they stay in L3
 #if KT_AVX512
 constexpr long kDepth = 128;       // stretch of k: four panels of it are 32 KB
 #else
-constexpr long kDepth = 256;       // one panel of it is 16 KB
+constexpr long kDepth = 320;       // one panel of it is 20 KB
 #endif
 
 // Whether it is best to read the weights as they lie: one tile of rows, or two, of equally many
@@ -50,45 +57,70 @@ constexpr bool read_directly(int storage, long rows) {
          tile_panels(int(rows / 2)) == tile_panels(int(rows + 1) / 2);
 }
 
-// Thread-local memory that only grows.
-float* sums_scratch(long floats) {
+// Memory that only grows.
+class Scratch {
+ public:
+  float* get(long floats) {
+    if (size_ < floats) {
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, size_t(floats) * 4)));
+      size_ = floats;
+    }
+    return memory_.get();
+  }
+
+ private:
   struct Free {
     void operator()(float* p) const { std::free(p); }
   };
-  thread_local std::unique_ptr<float, Free> memory;
-  thread_local long size = 0;
-  if (size < floats) {
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, size_t(floats) * 4)));
-    size = floats;
-  }
-  return memory.get();
-}
+  std::unique_ptr<float, Free> memory_;
+  long size_ = 0;
+};
 
 class Linear {
  public:
   explicit Linear(const KtLinearArgs& args)
       : a(args), w(args.w), gated(args.activation >= 0),
         units(gated ? w.half_panels : w.panels), unit_panels(gated ? 2 : 1),
-        row_blocks((a.rows + kRowBlock - 1) / kRowBlock) {
+        row_blocks((a.rows + kRowBlock - 1) / kRowBlock),
+        block_rows(round_up((a.rows + row_blocks - 1) / std::max(row_blocks, 1L), kTileRows)) {
     const bool aligned = !w.grouped() || a.splits == 1 || w.k / a.splits % w.group == 0;
     direct = !w.plain() && aligned && read_directly(w.storage, a.rows);
   }
 
-  void run() const {
+  void run() {
     if (!units || !a.rows) return;
-    const long total = units * row_blocks;
+    if (w.storage == kFp32 || row_blocks == 1 || !w.k) return run_units(units);
+    thread_local Scratch scratch;
+    const long unit_floats = unit_panels * w.k * 16;
+    const long most = std::clamp(kSegment / unit_floats, long(kBlock), units);
+    float* memory = scratch.get(most * unit_floats);
+    for (long count; first_unit < units; first_unit += count) {
+      count = std::min(most, units - first_unit);
+      parallel_for(count * unit_panels, [&](long i, int) {
+        const long panel = first_unit + i / unit_panels + i % unit_panels * w.half_panels;
+        widen(w, panel, 0, w.k, memory + i * w.k * 16);
+      });
+      widened = memory;
+      run_units(count);
+    }
+  }
+
+ private:
+  // `count` units from first_unit, for all rows.
+  void run_units(long count) const {
+    const long total = count * row_blocks;
     const int threads = small() ? 1 : num_threads();
     std::atomic<long> next{0};
     // The block that starts at the next free unit: four panels, two when the end is near, so that
     // the threads finish together.
     auto claim = [&](Block& block) {
-      long first = next.load(std::memory_order_relaxed), count;
+      long first = next.load(std::memory_order_relaxed), n;
       do {
         if (first >= total) return false;
         const int panels = (total - first) * unit_panels > 4 * threads ? kBlock : kBlock / 2;
-        count = std::min(units - first % units, long(panels / unit_panels));
-      } while (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
-      block = make_block(first, count);
+        n = std::min(count - first % count, long(panels / unit_panels));
+      } while (!next.compare_exchange_weak(first, first + n, std::memory_order_relaxed));
+      block = make_block(first_unit + first % count, n, first / count);
       return true;
     };
     parallel_for(threads, [&](long, int) {
@@ -100,7 +132,14 @@ class Linear {
     });
   }
 
- private:
+  // A panel of fp32 weights if there is one, else null.
+  const float* fp32_panel(long panel) const {
+    if (w.storage == kFp32) return (const float*)w.panel(panel);
+    if (!widened) return nullptr;
+    const long unit = gated ? panel % w.half_panels : panel, half = gated ? panel / w.half_panels : 0;
+    return widened + ((unit - first_unit) * unit_panels + half) * w.k * 16;
+  }
+
   // The panels of a block, the matrix rows their lanes are, and the rows of x.
   struct Block {
     int count;
@@ -108,9 +147,8 @@ class Linear {
     long row0, rows;
   };
 
-  Block make_block(long first, long n) const {
+  Block make_block(long unit, long n, long part) const {
     Block block;
-    const long unit = first % units, part = first / units;
     block.count = int(n) * unit_panels;
     for (int b = 0; b < kBlock; ++b) {
       const int i = std::min(b, block.count - 1);  // past the end: any panel, its sums are unused
@@ -119,8 +157,8 @@ class Linear {
       block.row[b] = w.row(panel);
       block.lanes[b] = w.lanes(panel);
     }
-    block.row0 = part * a.rows / row_blocks;
-    block.rows = (part + 1) * a.rows / row_blocks - block.row0;
+    block.row0 = part * block_rows;
+    block.rows = std::min(block_rows, a.rows - block.row0);
     return block;
   }
 
@@ -130,36 +168,36 @@ class Linear {
     return bytes < 32e3 && flops < 4e5;
   }
 
-  // All sums of a block, part after part; rows are finished as their last sums come out.
+  // All sums of a block, the parts apart; rows are finished as their last sums come out.
   void run_block(const Block& block, const Block* following) const {
-    float* sums = sums_scratch(a.splits * block.rows * kWidth);
-    for (long part = 0; part < a.splits; ++part) {
-      if (direct)
-        sum_few(block, following, part, sums);
-      else
-        sum_many(block, following, part, sums);
-    }
+    thread_local Scratch scratch;
+    float* sums = scratch.get(a.splits * block.rows * kWidth);
+    if (direct) return sum_few(block, following, sums);
+    for (long part = 0; part < a.splits; ++part) sum_many(block, following, part, sums);
   }
 
-  void sum_few(const Block& block, const Block* following, long part, float* sums) const {
+  void sum_few(const Block& block, const Block* following, float* sums) const {
     const long tiles = (block.rows + kTileRows - 1) / kTileRows;
     const int step = tile_panels(int((block.rows + tiles - 1) / tiles));
-    const long depth = w.k / a.splits, k0 = part * depth, k1 = k0 + depth;
+    const long depth = w.k / a.splits;
     const long stretch = tiles == 1 ? std::max(depth, 1L) : kDepth;
     for (int b = 0; b < block.count; b += step) {
       const bool last = b + step >= block.count;
       const uint8_t* panels[kBlock];
       for (int p = 0; p < step; ++p) panels[p] = w.panel(block.panel[b + p]);
-      Ahead ahead = last ? fetch(following, 0, step, k0, k1, tiles * depth)
-                         : fetch(&block, b + step, step, k0, k1, tiles * depth);
-      for (long k = k0; k == k0 || k < k1; k += stretch) {
-        const long end = std::min(k + stretch, k1);
-        for (long t = 0; t < tiles; ++t) {
-          const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
-          float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
-          direct_tile(w.storage, int(r1 - r0))(w, panels, a.x + (block.row0 + r0) * a.ldx, a.ldx,
-                                               k, end, c, kWidth, k != k0, ahead);
-          if (last && end == k1 && part + 1 == a.splits) finish(block, r0, r1, sums);
+      for (long part = 0; part < a.splits; ++part) {
+        const long k0 = part * depth, k1 = k0 + depth;
+        Ahead ahead = last ? fetch(following, 0, step, k0, k1, tiles * depth)
+                           : fetch(&block, b + step, step, k0, k1, tiles * depth);
+        for (long k = k0; k == k0 || k < k1; k += stretch) {
+          const long end = std::min(k + stretch, k1);
+          for (long t = 0; t < tiles; ++t) {
+            const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
+            float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
+            direct_tile(w.storage, int(r1 - r0))(w, panels, a.x + (block.row0 + r0) * a.ldx,
+                                                 a.ldx, k, end, c, kWidth, k != k0, ahead);
+            if (last && end == k1 && part + 1 == a.splits) finish(block, r0, r1, sums);
+          }
         }
       }
     }
@@ -168,27 +206,32 @@ class Linear {
   void sum_many(const Block& block, const Block* following, long part, float* sums) const {
     alignas(64) thread_local float wide[kWidePanels][kDepth * 16];
     const long tiles = (block.rows + kWideRows - 1) / kWideRows;
-    const long k0 = part * (w.k / a.splits), k1 = k0 + w.k / a.splits;
+    const long depth = w.k / a.splits, k0 = part * depth, k1 = k0 + depth;
+    const long stretches = std::max(1L, (depth + kDepth - 1) / kDepth);
+    const long stretch = std::max(8L, round_up((depth + stretches - 1) / stretches, 8));
     for (int b = 0; b < block.count; b += kWidePanels) {
       const int used = std::min(kWidePanels, block.count - b);
       const bool last = b + kWidePanels >= block.count;
-      for (long k = k0; k == k0 || k < k1; k += kDepth) {
-        const long end = std::min(k + kDepth, k1), steps = tiles * (end - k);
+      for (long k = k0; k == k0 || k < k1; k += stretch) {
+        const long end = std::min(k + stretch, k1), steps = tiles * (end - k);
+        const bool ready = last && end == k1 && part + 1 == a.splits;
         const uint8_t* panels[kWidePanels];
         for (int p = 0; p < kWidePanels; ++p) {
           const long panel = block.panel[b + p];
-          panels[p] = w.storage == kFp32 ? w.panel(panel) + k * 64 : (uint8_t*)wide[p];
-          if (w.storage != kFp32 && p < used) widen(w, panel, k, end, wide[p]);
+          const float* whole = fp32_panel(panel);
+          panels[p] = (const uint8_t*)(whole ? whole + k * 16 : wide[p]);
+          if (!whole && p < used) widen(w, panel, k, end, wide[p]);
         }
-        Ahead ahead = end < k1 ? fetch(&block, b, kWidePanels, end, end + kDepth, steps)
-                      : last   ? fetch(following, 0, kWidePanels, k0, k0 + kDepth, steps)
-                               : fetch(&block, b + used, kWidePanels, k0, k0 + kDepth, steps);
+        Ahead ahead = end < k1 ? fetch(&block, b, kWidePanels, end, end + stretch, steps)
+                      : last   ? fetch(following, 0, kWidePanels, k0, k0 + stretch, steps)
+                               : fetch(&block, b + used, kWidePanels, k0, k0 + stretch, steps);
         for (long t = 0; t < tiles; ++t) {
           const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
           float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
+          if (ready) fetch_outputs(block, r0, r1);
           wide_tile(int(r1 - r0), used)(w, panels, a.x + (block.row0 + r0) * a.ldx + k, a.ldx, 0,
                                         end - k, c, kWidth, k != k0, ahead);
-          if (last && end == k1 && part + 1 == a.splits) finish(block, r0, r1, sums);
+          if (ready) finish(block, r0, r1, sums);
         }
       }
     }
@@ -197,14 +240,29 @@ class Linear {
   // Weights k0..k1 of n panels of a block from its b-th, to come in while `steps` k are computed.
   Ahead fetch(const Block* block, int b, int n, long k0, long k1, long steps) const {
     Ahead ahead;
-    if (!block || w.plain() || steps < 8) return ahead;
-    for (int p = 0; p < 4; ++p)
-      ahead.from[p] = w.panel(block->panel[std::min(b + p % n, kBlock - 1)]) + w.offset(k0);
-    ahead.bytes = w.offset(std::min(k1, w.k)) - w.offset(k0);
+    if (!block || (w.plain() && !widened) || steps < 8) return ahead;
+    k1 = std::min(k1, w.k);
+    for (int p = 0; p < 4; ++p) {
+      const long panel = block->panel[std::min(b + p % n, kBlock - 1)];
+      ahead.from[p] = widened ? (const uint8_t*)(fp32_panel(panel) + k0 * 16)
+                              : w.panel(panel) + w.offset(k0);
+    }
+    ahead.bytes = widened ? (k1 - k0) * 64 : w.offset(k1) - w.offset(k0);
     // Where reading is all there is, the processor goes faster alone once each stream has begun.
-    if (a.rows <= 6) ahead.bytes = std::min(ahead.bytes, 1024L);
+    if (a.rows <= 6) ahead.bytes = k0 ? 0 : std::min(ahead.bytes, 1024L);
     ahead.lines = int((n * ahead.bytes / 64 + steps / 8 - 1) / (steps / 8));
     return ahead;
+  }
+
+  // The outputs of a block's rows r0 .. r1 - 1 are about to be written.
+  void fetch_outputs(const Block& block, long r0, long r1) const {
+    const long width = gated ? w.half_rows : w.n;
+    for (long r = r0; r < r1; ++r)
+      for (int b = 0; b < block.count; b += unit_panels) {
+        __builtin_prefetch(a.y + (block.row0 + r) * width + block.row[b], 1);
+        if (a.residual)
+          __builtin_prefetch(a.residual + (block.row0 + r) * a.ld_residual + block.row[b]);
+      }
   }
 
   // Parts lo .. hi - 1 of one vector of sums, `stride` apart; the left half takes the odd one.
@@ -245,8 +303,10 @@ class Linear {
   const bool gated;
   const long units;
   const int unit_panels;
-  const long row_blocks;
+  const long row_blocks, block_rows;
   bool direct;
+  long first_unit = 0;             // of the segment at work
+  const float* widened = nullptr;  // its panels as fp32
 };
 
 }  // namespace

@@ -1,7 +1,9 @@
-// Log-softmax over the vocabulary, whole or at one target per row, and argmax.
+// Log-softmax over the vocabulary, whole or at one target per row, its gradient, and argmax.
 //
-// A row is cut into chunks of 4096 that any thread may take. Every chunk's sum of exponentials is
-// taken in fixed lanes about the row's maximum, and the chunks are added in order in double.
+// A row's sum of exponentials is cut into chunks, a power of two that is given (it depends on the
+// vocabulary alone). A chunk's sum about the row's maximum is taken in fixed lanes, and the
+// chunks' sums are added in order in double: whoever holds whole chunks can compute their sums.
+// Threads take runs of kTask elements, which are whole chunks too.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,8 +16,32 @@ struct KtLogprobArgs {
   const float* logits;     // [rows, vocab], rows stride apart
   const int64_t* targets;  // kt_token_logprobs: [rows]
   float* out;              // [rows, vocab], or [rows]
+  float* lse;              // null, or [rows]: log of the sum of exponentials
   int32_t* status;         // set to 1 for a target outside the vocabulary
-  int64_t rows, vocab, stride;
+  int64_t rows, vocab, stride, chunk;
+};
+
+struct KtChunkSumsArgs {
+  const float* logits;  // [rows, vocab], rows stride apart
+  const float* top;     // [rows]
+  float* sums;          // [rows, chunks]
+  int64_t rows, vocab, stride, chunk;
+};
+
+struct KtLogprobsFromSumsArgs {
+  const float *chosen, *top;  // [rows]
+  const float* sums;          // [rows, chunks]
+  float *out, *lse;           // [rows]
+  int64_t rows, chunks;
+};
+
+struct KtLogprobGradArgs {
+  const float* logits;     // [rows, vocab], rows stride apart
+  const float* lse;        // [rows]
+  const int64_t* targets;  // [rows]; one outside the vocabulary is somebody else's
+  const float* grad;       // [rows]
+  float* out;              // [rows, vocab], rows out_stride apart; may be the logits
+  int64_t rows, vocab, stride, out_stride;
 };
 
 struct KtArgmaxArgs {
@@ -27,9 +53,11 @@ struct KtArgmaxArgs {
 namespace kt {
 namespace {
 
-constexpr long kChunk = 4096;
+constexpr long kTask = 4096;
 
-float chunk_max(const float* x, long n) {
+long tasks(long vocab) { return (vocab + kTask - 1) / kTask; }
+
+float run_max(const float* x, long n) {
   f32x16 m = set1(-INFINITY);
   long i = 0;
   for (; i + 16 <= n; i += 16) m = max(m, load(x + i));
@@ -42,11 +70,11 @@ float chunk_sum(const float* x, long n, float row_max) {
   f32x16 sum[2] = {zero(), zero()};
   long i = 0;
   for (; i + 32 <= n; i += 32) {
-    sum[0] = sum[0] + exp(load(x + i) - shift);
-    sum[1] = sum[1] + exp(load(x + i + 16) - shift);
+    sum[0] = sum[0] + exp_down(load(x + i) - shift);
+    sum[1] = sum[1] + exp_down(load(x + i + 16) - shift);
   }
   for (int j = 0; i < n; i += 16, ++j) {
-    f32x16 e = exp(load_n(x + i, n - i) - shift);
+    f32x16 e = exp_down(load_n(x + i, n - i) - shift);
     float t[16];
     store(t, e);
     for (long k = n - i; k < 16; ++k) t[k] = 0.0f;
@@ -55,43 +83,52 @@ float chunk_sum(const float* x, long n, float row_max) {
   return reduce_add(sum[0] + sum[1]);
 }
 
+void row_tops(const KtLogprobArgs* a, float* top) {
+  const long runs = tasks(a->vocab);
+  thread_local std::vector<float> part;
+  part.resize(a->rows * runs);
+  float* p = part.data();
+  parallel_for(a->rows * runs, [=](long task, int) {
+    const long t = task / runs, start = task % runs * kTask;
+    p[task] = run_max(a->logits + t * a->stride + start, std::min(kTask, a->vocab - start));
+  });
+  for (long t = 0; t < a->rows; ++t) top[t] = *std::max_element(p + t * runs, p + (t + 1) * runs);
+}
+
+void chunk_sums(const KtChunkSumsArgs& a) {
+  const long runs = tasks(a.vocab), chunks = (a.vocab + a.chunk - 1) / a.chunk;
+  parallel_for(a.rows * runs, [&](long task, int) {
+    const long t = task / runs, start = task % runs * kTask;
+    const long end = std::min(start + kTask, long(a.vocab));
+    const float* x = a.logits + t * a.stride;
+    float* sums = a.sums + t * chunks;
+    for (long i = start; i < end; i += a.chunk)
+      sums[i / a.chunk] = chunk_sum(x + i, std::min(long(a.chunk), end - i), a.top[t]);
+  });
+}
+
+double log_sum_exp(const float* sums, long chunks, float top) {
+  double sum = 0.0;
+  for (long c = 0; c < chunks; ++c) sum += double(sums[c]);
+  return double(top) + std::log(sum);
+}
+
 // Log of the sum of exponentials of every row.
 void log_sum_exp(const KtLogprobArgs* a, std::vector<double>& lse) {
-  const long chunks = (a->vocab + kChunk - 1) / kChunk;
-  thread_local std::vector<float> part, top;
-  part.resize(a->rows * chunks);
+  const long chunks = (a->vocab + a->chunk - 1) / a->chunk;
+  thread_local std::vector<float> sums, top;
+  sums.resize(a->rows * chunks);
   top.resize(a->rows);
-  float *p = part.data(), *m = top.data();
-  const auto span = [=](long task, long& n) {
-    const long start = (task % chunks) * kChunk;
-    n = std::min(kChunk, a->vocab - start);
-    return a->logits + (task / chunks) * a->stride + start;
-  };
-  parallel_for(a->rows * chunks, [=](long task, int) {
-    long n;
-    const float* x = span(task, n);
-    p[task] = chunk_max(x, n);
-  });
-  for (long t = 0; t < a->rows; ++t) {
-    m[t] = p[t * chunks];
-    for (long c = 1; c < chunks; ++c) m[t] = std::max(m[t], p[t * chunks + c]);
-  }
-  parallel_for(a->rows * chunks, [=](long task, int) {
-    long n;
-    const float* x = span(task, n);
-    p[task] = chunk_sum(x, n, m[task / chunks]);
-  });
+  row_tops(a, top.data());
+  chunk_sums({a->logits, top.data(), sums.data(), a->rows, a->vocab, a->stride, a->chunk});
   lse.resize(a->rows);
-  for (long t = 0; t < a->rows; ++t) {
-    double sum = 0.0;
-    for (long c = 0; c < chunks; ++c) sum += double(p[t * chunks + c]);
-    lse[t] = double(m[t]) + std::log(sum);
-  }
+  for (long t = 0; t < a->rows; ++t)
+    lse[t] = log_sum_exp(sums.data() + t * chunks, chunks, top[t]);
 }
 
 // First index of the largest element; a NaN is larger than everything, as torch has it.
-long chunk_argmax(const float* x, long n) {
-  const float m = chunk_max(x, n);
+long run_argmax(const float* x, long n) {
+  const float m = run_max(x, n);
   for (long i = 0; i < n; ++i)
     if (x[i] == m || std::isnan(x[i])) {
       if (std::isnan(x[i])) return i;
@@ -110,10 +147,10 @@ extern "C" void kt_log_softmax(const KtLogprobArgs* a) {
   thread_local std::vector<double> lse;
   log_sum_exp(a, lse);
   const double* shift = lse.data();
-  const long chunks = (a->vocab + kChunk - 1) / kChunk;
-  parallel_for(a->rows * chunks, [=](long task, int) {
-    const long t = task / chunks, start = (task % chunks) * kChunk;
-    const long n = std::min<long>(kChunk, a->vocab - start);
+  const long runs = tasks(a->vocab);
+  parallel_for(a->rows * runs, [=](long task, int) {
+    const long t = task / runs, start = task % runs * kTask;
+    const long n = std::min<long>(kTask, a->vocab - start);
     const float* x = a->logits + t * a->stride + start;
     float* out = a->out + t * a->vocab + start;
     for (long i = 0; i < n; ++i) out[i] = float(double(x[i]) - shift[t]);
@@ -126,6 +163,7 @@ extern "C" void kt_token_logprobs(const KtLogprobArgs* a) {
   log_sum_exp(a, lse);
   for (long t = 0; t < a->rows; ++t) {
     const int64_t target = a->targets[t];
+    if (a->lse) a->lse[t] = float(lse[t]);
     if (target < 0 || target >= a->vocab) {
       *a->status = 1;
       a->out[t] = NAN;
@@ -135,22 +173,49 @@ extern "C" void kt_token_logprobs(const KtLogprobArgs* a) {
   }
 }
 
+extern "C" void kt_chunk_sums(const KtChunkSumsArgs* a) { kt::chunk_sums(*a); }
+
+extern "C" void kt_logprobs_from_sums(const KtLogprobsFromSumsArgs* a) {
+  for (long t = 0; t < a->rows; ++t) {
+    const double lse = kt::log_sum_exp(a->sums + t * a->chunks, a->chunks, a->top[t]);
+    a->lse[t] = float(lse);
+    a->out[t] = float(double(a->chosen[t]) - lse);
+  }
+}
+
+// out = grad * (one-hot(target) - softmax).
+extern "C" void kt_logprob_grad(const KtLogprobGradArgs* a) {
+  using namespace kt;
+  const long runs = tasks(a->vocab);
+  parallel_for(a->rows * runs, [=](long task, int) {
+    const long t = task / runs, start = task % runs * kTask;
+    const long n = std::min<long>(kTask, a->vocab - start);
+    const float* x = a->logits + t * a->stride + start;
+    float* out = a->out + t * a->out_stride + start;
+    const f32x16 lse = set1(a->lse[t]), factor = set1(-a->grad[t]);
+    for (long i = 0; i < n; i += 16)
+      store_n(out + i, n - i, exp_down(load_n(x + i, n - i) - lse) * factor);
+    const long target = a->targets[t] - start;
+    if (target >= 0 && target < n) out[target] += a->grad[t];
+  });
+}
+
 extern "C" void kt_argmax(const KtArgmaxArgs* a) {
   using namespace kt;
-  const long chunks = (a->vocab + kChunk - 1) / kChunk;
+  const long runs = tasks(a->vocab);
   thread_local std::vector<long> best;
-  best.resize(a->rows * chunks);
+  best.resize(a->rows * runs);
   long* b = best.data();
-  parallel_for(a->rows * chunks, [=](long task, int) {
-    const long start = (task % chunks) * kChunk;
-    const float* x = a->logits + (task / chunks) * a->stride + start;
-    b[task] = start + chunk_argmax(x, std::min<long>(kChunk, a->vocab - start));
+  parallel_for(a->rows * runs, [=](long task, int) {
+    const long start = task % runs * kTask;
+    const float* x = a->logits + task / runs * a->stride + start;
+    b[task] = start + run_argmax(x, std::min<long>(kTask, a->vocab - start));
   });
   for (long t = 0; t < a->rows; ++t) {
     const float* x = a->logits + t * a->stride;
-    long top = b[t * chunks];
-    for (long c = 1; c < chunks; ++c) {
-      const long i = b[t * chunks + c];
+    long top = b[t * runs];
+    for (long r = 1; r < runs; ++r) {
+      const long i = b[t * runs + r];
       if (!std::isnan(x[top]) && (std::isnan(x[i]) || x[i] > x[top])) top = i;
     }
     a->out[t] = top;

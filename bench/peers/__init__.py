@@ -1,0 +1,1 @@
+"""Servers of others beside ours, and the load that all of them get."""

@@ -1,0 +1,1 @@
+"""Collectives as we call them: over an `Axis`, deterministic, with and without gradients."""

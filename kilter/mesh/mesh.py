@@ -1,0 +1,134 @@
+"""`Mesh`: a layout's process groups, as one rank holds them.
+
+    mesh = Mesh(Layout(dp=2, tp=4))       # in each of 8 ranks of an initialised default group
+    tp = mesh.axis("tp")                  # Axis: name, ranks, index, size, group
+    mesh.axis("dp_cp")                    # several axes of one view flattened into one
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from kilter.comm.axis import Axis
+from kilter.mesh.layout import Layout
+
+# Each has its own groups even where two hold the same ranks, so that a count of communication can
+# tell what it was for. They are made at once and in this order: making a group is collective.
+_MADE_AT_ONCE = ("pp", "tp", "cp", "dp", "replicate", "shard", "dp_cp", "dp_shard_cp",
+                 "etp", "ep", "edp", "ereplicate", "eshard")
+
+
+class Mesh:
+    """The axes of a layout, seen from this rank of the default process group.
+
+    Attributes:
+        layout: what the mesh was made of.
+        rank: this rank in the world.
+        coordinates: its place on every axis of both views.
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: if the layout is not one of the world's size.
+    """
+
+    def __init__(self, layout: Layout, device_type: str = "cpu", *, alone: bool = False) -> None:
+        """``alone`` ignores the default process group; the layout is then of one rank."""
+        distributed = dist.is_initialized() and not alone
+        layout.check(dist.get_world_size() if distributed else 1)
+        self.layout = layout
+        self.device_type = device_type
+        self.rank = dist.get_rank() if distributed else 0
+        self.coordinates = layout.coordinates(self.rank)
+        self._axes: dict[str, Axis] = {}
+        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._own: dist.ProcessGroup | None = None
+        for name in _MADE_AT_ONCE:
+            self.axis(name)
+
+    @classmethod
+    def single(cls, device_type: str = "cpu") -> Mesh:
+        """The mesh of one process: every axis has size 1, whatever torch.distributed is doing."""
+        return cls(Layout(), device_type, alone=True)
+
+    def axis(self, name: str) -> Axis:
+        """An axis of the layout, or several of one view joined by ``_``: ``tp``, ``dp_cp``,
+        ``dp_shard_cp`` (what ZeRO shards over), ``tp_cp``, ``world``.
+
+        Single axes, ``dp_cp``, ``dp_shard_cp`` and ``world`` are there from the start. The first
+        use of another one makes its groups: then every rank of the world has to ask for it.
+
+        Raises:
+            ValueError: if there are no such axes, or they are of different views.
+        """
+        if name not in self._axes:
+            self._axes[name] = self._make(name)
+        return self._axes[name]
+
+    def axes(self) -> list[Axis]:
+        """Those that were made so far and have more than one rank."""
+        return [axis for axis in self._axes.values() if axis.size > 1]
+
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        """Axes as a torch `DeviceMesh`, the first outermost; its dimensions have their names.
+
+        For FSDP: ``device_mesh("dp_shard_cp")``, or ``device_mesh("replicate", "dp_shard_cp")``
+        where there are copies. If an axis has one rank, the first call is for all ranks to make.
+
+        Raises:
+            ValueError: without a process group, or if axes overlap or do not exist.
+        """
+        if not dist.is_initialized():
+            raise ValueError("A DeviceMesh needs an initialised process group; start the ranks "
+                             "with torchrun or call init_process_group first.")
+        if names not in self._device_meshes:
+            self._device_meshes[names] = self._make_device_mesh(names)
+        return self._device_meshes[names]
+
+    def _make(self, name: str) -> Axis:
+        groups = self.layout.groups(_parts(name))
+        mine = next(group for group in groups if self.rank in group)
+        group: dist.ProcessGroup | None = None
+        if len(mine) > 1 and name == "world":
+            group = dist.group.WORLD
+        elif len(mine) > 1:
+            for ranks in groups:  # all ranks make all groups, so that their names agree
+                made = dist.new_group(ranks, group_desc=name)
+                if ranks is mine:
+                    group = made
+        return Axis(name, tuple(mine), mine.index(self.rank), group)
+
+    def _make_device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        parts = [part for name in names for part in self.layout.parts(_parts(name))]
+        if len(set(parts)) < len(parts):
+            raise ValueError(f"The axes {', '.join(names)} overlap, so they span no DeviceMesh.")
+        axes = [self.axis(name) for name in names]
+        block = next(g for g in self.layout.groups(parts) if self.rank in g)
+        places = [{rank: index for group in self.layout.groups(_parts(name))
+                   for index, rank in enumerate(group)} for name in names]
+        ranks = torch.tensor(sorted(block, key=lambda rank: [place[rank] for place in places]),
+                             dtype=torch.int)
+        groups = [axis.group or self._alone() for axis in axes]
+        if len(names) == 1:
+            return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, self.device_type,
+                                     ranks.view([axis.size for axis in axes]),
+                                     mesh_dim_names=names)
+
+    def _alone(self) -> dist.ProcessGroup:
+        """A group of this rank only: torch's meshes want one even for an axis of size 1."""
+        if self._own is None:
+            for rank in range(self.layout.world):
+                made = dist.new_group([rank], group_desc="alone")
+                if rank == self.rank:
+                    self._own = made
+        assert self._own is not None
+        return self._own
+
+
+def _parts(name: str) -> list[str]:
+    """The layout's axes that a name joins."""
+    if name == "world":
+        return ["pp", "dp", "cp", "tp"]
+    return name.replace("dp_shard", "shard").replace("dp_replicate", "replicate").split("_")

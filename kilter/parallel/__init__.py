@@ -1,0 +1,1 @@
+"""How work is spread over ranks: tables of placements, applied to a plain model from outside."""

@@ -1,0 +1,118 @@
+"""Log-probabilities of given tokens, with the vocabulary whole or spread over ranks.
+
+Logits exist for a block of tokens at a time; backward computes them again. With the vocabulary
+spread, no rank ever has all of a token's logits: the ranks agree on the largest one, each sums the
+exponentials of its own vocabulary chunks, and the chunk sums are gathered and added in the order of
+one rank, so the exact path gives one rank's bits (arXiv 1909.08053 §3, with chunk sums in place of
+one sum).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kilter.comm.axis import Axis
+from kilter.comm.collectives import all_gather_rows
+from kilter.models.batch import Batch
+from kilter.models.decoder import Decoder
+from kilter.models.linear import through
+from kilter.ops import Ops
+from kilter.ops.logprob import (
+    chunk_sums,
+    logprob_grad,
+    logprobs_from_sums,
+    vocab_chunk,
+)
+from kilter.parallel.heads import vocab_chunks
+from kilter.parallel.tensor import VocabEmbedding, whole_rows
+
+BLOCK = 1024  # tokens whose logits are held at a time
+
+
+class TokenLogprobs(nn.Module):
+    """A decoder seen as what training wants of it: log p(target | tokens before) per token.
+
+    The module that data parallelism wraps: its forward is the only way into the model.
+
+    Args:
+        tensor: the tensor-parallel axis the decoder was spread over.
+        sequence: whether it was spread with sequence parallelism.
+    """
+
+    def __init__(self, decoder: Decoder, tensor: Axis, sequence: bool) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self._tensor = tensor
+        self._sequence = sequence
+
+    def forward(self, batch: Batch, targets_T: Tensor) -> Tensor:
+        """float32 [T]. Where a target is negative (no label) the result is 0 and no gradient
+        flows.
+
+        Raises:
+            ValueError: for a token or target outside the vocabulary.
+        """
+        decoder = self.decoder
+        kept_T = targets_T >= 0
+        targets_T = torch.where(kept_T, targets_T, 0)
+        x_TD = decoder.hidden(batch)
+        head = decoder.embed if decoder.head is None else decoder.head
+        weight = through(head.uses, head.weight)
+        assert isinstance(weight, Tensor)
+        if self._tensor.size > 1:
+            x_TD = whole_rows(x_TD, self._tensor, self._sequence)
+        first = decoder.embed.first if isinstance(decoder.embed, VocabEmbedding) else 0
+        logprobs_T = _Logprobs.apply(x_TD, weight, targets_T, first, decoder.spec.vocab_size,
+                                     self._tensor, decoder.ops)
+        return torch.where(kept_T, logprobs_T, 0.0)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, first: int,
+                vocab: int, axis: Axis, ops: Ops) -> Tensor:
+        chunk = vocab_chunk(vocab)
+        rows = weight_VD.shape[0]
+        counts = vocab_chunks(vocab, axis.size)
+        logprobs_T, lse_T = x_TD.new_empty(2, x_TD.shape[0])
+        for start in range(0, x_TD.shape[0], BLOCK):
+            block = slice(start, start + BLOCK)
+            logits_TV = ops.linear(x_TD[block], weight_VD, None, None)
+            local_T = targets_T[block] - first
+            mine_T = (local_T >= 0) & (local_T < rows)
+            chosen_T = logits_TV.gather(1, torch.where(mine_T, local_T, 0)[:, None])[:, 0]
+            both = torch.stack([logits_TV.amax(-1), torch.where(mine_T, chosen_T, -torch.inf)])
+            if axis.size > 1:
+                dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.members)
+            top_T, chosen_T = both
+            sums_TC = _gathered(chunk_sums(logits_TV, top_T, chunk), counts, axis)
+            logprobs_T[block], lse_T[block] = logprobs_from_sums(chosen_T, top_T, sums_TC)
+        ctx.save_for_backward(x_TD, weight_VD, targets_T, lse_T)
+        ctx.first, ctx.ops = first, ops
+        return logprobs_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x_TD, weight_VD, targets_T, lse_T = ctx.saved_tensors
+        dx_TD, dw_VD = torch.empty_like(x_TD), torch.zeros_like(weight_VD)
+        for start in range(0, x_TD.shape[0], BLOCK):
+            block = slice(start, start + BLOCK)
+            logits_TV = ctx.ops.linear(x_TD[block], weight_VD, None, None)
+            d_TV = logprob_grad(logits_TV, lse_T[block], targets_T[block] - ctx.first,
+                                grads[0][block], logits_TV)
+            dx_TD[block] = d_TV @ weight_VD
+            dw_VD.addmm_(d_TV.t(), x_TD[block])
+        return dx_TD, dw_VD, None, None, None, None, None
+
+
+def _gathered(sums_TC: Tensor, counts: list[int], axis: Axis) -> Tensor:
+    """[T, all chunks]: every rank's columns side by side."""
+    padded = torch.nn.functional.pad(sums_TC, (0, max(counts) - sums_TC.shape[1])).contiguous()
+    every = all_gather_rows(padded, axis, [padded.shape[0]] * axis.size).chunk(axis.size)
+    return torch.cat([part[:, :count] for part, count in zip(every, counts, strict=True)], dim=1)
+
+

@@ -1,0 +1,1 @@
+"""Training: data, the step and the loop, optimizers and schedules, checkpoints, metrics."""

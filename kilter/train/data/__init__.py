@@ -1,0 +1,14 @@
+"""Training data: files to packs, the same packs in the same order on any number of ranks.
+
+    files ─ sources ─► records ─ tokenise ─► documents ─ cache ─► tokens and lengths on disk
+    lengths ─ corpus ─► units ─ order ─► the epoch's row ─ packing ─► packs ─ loader ─► steps
+"""
+
+from kilter.train.data.config import ChatConfig, DataConfig, SourceConfig
+from kilter.train.data.corpus import IGNORE, Counts, Data, SampleId, open_data
+from kilter.train.data.errors import DataError
+from kilter.train.data.loader import DataLoader, evaluation_packs, steps_of
+from kilter.train.data.packing import Pack
+
+__all__ = ["IGNORE", "ChatConfig", "Counts", "Data", "DataConfig", "DataError", "DataLoader",
+           "Pack", "SampleId", "SourceConfig", "evaluation_packs", "open_data", "steps_of"]

@@ -1,0 +1,228 @@
+"""Tokenised files on disk. A file is tokenised once; then every run, rank and epoch reads tokens
+from memory-mapped arrays and knows all lengths in advance.
+
+    ${KILTER_HOME:-~/.cache/kilter}/data/
+        contents/KEY                a file's sha256, by path, size and time of change
+        KEY/                        of (the file's sha256, the tokeniser's fingerprint)
+            00000.tokens.npy        uint16 or uint32 [tokens]
+            00000.targets.npy       bool [tokens]; only for conversations
+            00000.documents.npy     DOCUMENT [documents]; written last: with it the part is whole
+            00001. ...
+            whole.json              written when all parts are
+
+Parts are written under a temporary name and renamed. An interrupted build goes on after its last
+whole part. Whoever builds a file holds its lock, so the ranks of a machine share the files among
+themselves and none is tokenised twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from kilter.report.progress import progress
+from kilter.train.data.config import SourceConfig
+from kilter.train.data.errors import DataError
+from kilter.train.data.sources import Record, read_records
+from kilter.train.data.tokenise import Document, Tokeniser
+
+# digest: of the tokens, so equal documents are known. first_target: index of the first token that
+# is a target and has one before it; the length if there is none.
+DOCUMENT = np.dtype([("start", "<i8"), ("length", "<i8"), ("first_target", "<i8"),
+                     ("digest", "<u8")])
+_VERSION = 1  # of what is below a KEY
+_PART = 1 << 24  # tokens after which a part ends
+_BATCH = 64  # records tokenised at a time; the tokenizer library lets go of the GIL
+
+Update = Callable[..., None]
+
+
+class CachedFile:
+    """The documents of one file: an array of DOCUMENT, and their tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.key = folder.name  # equal for equal documents
+        self._parts = [name[: -len(_DOCUMENTS)] for name in _part_names(folder)]
+        self._folder = folder
+        tables = [np.load(folder / f"{part}{_DOCUMENTS}", allow_pickle=False)
+                  for part in self._parts]
+        self.documents = np.concatenate([np.empty(0, DOCUMENT), *tables])
+        self._ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
+        self._open: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def read(self, document: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """(tokens, targets or None for all) of a document from `begin` up to `end` or its end."""
+        part = int(np.searchsorted(self._ends, document, side="right"))
+        if part not in self._open:
+            self._open[part] = self._map(part)
+        tokens, targets = self._open[part]
+        row = self.documents[document]
+        span = slice(int(row["start"]) + begin,
+                     int(row["start"]) + min(end, int(row["length"])))
+        return tokens[span], None if targets is None else targets[span]
+
+    def _map(self, part: int) -> tuple[np.ndarray, np.ndarray | None]:
+        base = self._folder / self._parts[part]
+        tokens = np.load(f"{base}.tokens.npy", mmap_mode="r", allow_pickle=False)
+        masked = Path(f"{base}.targets.npy")
+        if not masked.exists():
+            return tokens, None
+        return tokens, np.load(masked, mmap_mode="r", allow_pickle=False)
+
+
+def default_cache() -> Path:
+    """Where tokenised files lie: ``$KILTER_HOME/data``, else ``~/.cache/kilter/data``."""
+    return Path(os.environ.get("KILTER_HOME") or Path.home() / ".cache" / "kilter") / "data"
+
+
+def cached_files(
+    files: list[tuple[SourceConfig, Path]], tokeniser: Tokeniser, root: Path
+) -> list[CachedFile]:
+    """The tokenised files, of which those missing are made first.
+
+    Raises DataError, with file and line, for what cannot be read or tokenised.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    prints = {chat: tokeniser.fingerprint(chat) for chat in {s.chat for s, _ in files}}
+    folders = [root / _key(source, path, prints[source.chat], root) for source, path in files]
+    missing = [(folder, *file) for folder, file in zip(folders, files, strict=True)
+               if not (folder / _WHOLE).exists()]
+    with progress("Tokenising", in_bytes=True) as update:
+        for wait in (False, True):  # first what nobody else works on
+            for folder, source, path in missing:
+                with _lock(folder, wait) as mine:
+                    if mine and not (folder / _WHOLE).exists():
+                        _build(folder, source, path, tokeniser, update)
+    return [CachedFile(folder) for folder in folders]
+
+
+_WHOLE = "whole.json"
+_DOCUMENTS = ".documents.npy"
+
+
+def _build(
+    folder: Path, source: SourceConfig, path: Path, tokeniser: Tokeniser, update: Update
+) -> None:
+    """Tokenise what no whole part has yet."""
+    part, done = 0, 0
+    for name in _part_names(folder):
+        part, done = part + 1, done + len(np.load(folder / name, allow_pickle=False))
+    size = path.stat().st_size
+    documents: list[Document] = []
+    pending = 0
+    for record, document in _tokenised(read_records(source, path, skip=done), tokeniser):
+        documents.append(document)
+        pending += len(document.tokens_N)
+        if pending >= _PART:
+            _write_part(folder, part, documents, tokeniser.dtype)
+            part, done, pending, documents = part + 1, done + len(documents), 0, []
+        update(record.position, size, f"Tokenising {path.name}")
+    if documents:
+        _write_part(folder, part, documents, tokeniser.dtype)
+    about = {"file": str(path), "documents": done + len(documents)}
+    _replace(folder / _WHOLE, lambda new: new.write_text(json.dumps(about) + "\n", "utf-8"))
+
+
+def _tokenised(
+    records: Iterator[Record], tokeniser: Tokeniser
+) -> Iterator[tuple[Record, Document]]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while batch := list(islice(records, _BATCH)):
+            yield from zip(batch, pool.map(tokeniser.document, batch), strict=True)
+
+
+def _write_part(folder: Path, part: int, documents: list[Document], dtype: np.dtype) -> None:
+    table = np.zeros(len(documents), DOCUMENT)
+    table["length"] = [len(document.tokens_N) for document in documents]
+    table["start"] = np.cumsum(table["length"]) - table["length"]
+    table["first_target"] = [_first_target(document) for document in documents]
+    table["digest"] = [_digest(document.tokens_N) for document in documents]
+    base = folder / f"{part:05d}"
+    arrays = {".tokens.npy": np.concatenate([d.tokens_N for d in documents]).astype(dtype)}
+    targets = [d.targets_N for d in documents if d.targets_N is not None]
+    if targets:
+        arrays[".targets.npy"] = np.concatenate(targets)
+    for suffix, array in {**arrays, _DOCUMENTS: table}.items():
+        _replace(Path(f"{base}{suffix}"), partial(_save, array=array))
+
+
+def _first_target(document: Document) -> int:
+    length = len(document.tokens_N)
+    if document.targets_N is None:
+        return min(1, length)
+    found = np.flatnonzero(document.targets_N[1:])
+    return int(found[0]) + 1 if len(found) else length
+
+
+def _digest(tokens_N: np.ndarray) -> int:
+    data = tokens_N.astype("<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _part_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(f"[0-9]*{_DOCUMENTS}"))
+
+
+def _key(source: SourceConfig, path: Path, fingerprint: str, root: Path) -> str:
+    """The name of a file's folder: equal only for files that give the same documents."""
+    facts = [_VERSION, _content(path, root), fingerprint, source.format_of(str(path)),
+             source.chat, source.column, source.separator]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _content(path: Path, root: Path) -> str:
+    """sha256 of the file; of one that has not changed since, it is remembered."""
+    try:
+        stat = path.stat()
+        facts = f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+        note = root / "contents" / hashlib.sha256(facts.encode()).hexdigest()[:32]
+        if note.exists():
+            return note.read_text("utf-8")
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # A file written just now could change again within the clock's resolution.
+    if time.time() - stat.st_mtime > 2:
+        note.parent.mkdir(exist_ok=True)
+        _replace(note, lambda new: new.write_text(found, "utf-8"))
+    return found
+
+
+@contextmanager
+def _lock(folder: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process alone may write to the folder while the block runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with open(path, "wb") as file:
+        np.save(file, array, allow_pickle=False)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    new = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    write(new)
+    new.replace(path)

@@ -1,0 +1,218 @@
+"""The documents of a run as units: what is trained on as one sequence of at most seq_len tokens.
+
+    document    t0 t1 t2 t3 t4 t5 t6          seq_len 3, split
+    units       t0 t1 t2 | t3 t4 t5
+    labels      t1 t2 t3 | t4 t5 t6           every target once, also across the cut
+
+A token's label is the next token of its document, wherever the unit ends; the last token of a
+document has none, and a unit that would hold nothing else is left out. In memory are some 50 bytes
+per document; tokens stay on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kilter.tokens import Tokenizer
+from kilter.train.data.cache import CachedFile, cached_files, default_cache
+from kilter.train.data.config import DataConfig
+from kilter.train.data.errors import DataError
+from kilter.train.data.sources import files_of
+from kilter.train.data.tokenise import Tokeniser
+
+IGNORE = -100  # the label of a token whose next one is no target
+
+
+class SampleId(NamedTuple):
+    """What a unit is: the record it comes from, and the token of it that it begins with."""
+
+    source: int
+    file: int
+    record: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One unit. tokens_N, labels_N: int64 [N], N ≤ seq_len; labels may be IGNORE."""
+
+    id: SampleId
+    tokens_N: np.ndarray
+    labels_N: np.ndarray
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the documents, in documents but for `units` and `tokens` (of the units)."""
+
+    documents: int = 0
+    units: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    dropped_too_long: int = 0
+    dropped_without_targets: int = 0  # too short, or nothing to learn within seq_len
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(),
+                                              strict=True)))
+
+
+class Corpus:
+    """All units of some sources, numbered per source from 0 in the order of files and records."""
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self._sources = sources
+        self.sizes = [int(source.first_unit_D1[-1]) for source in sources]
+        self.counts = sum((source.counts for source in sources), Counts())
+
+    def lengths(self, sources_N: np.ndarray, units_N: np.ndarray) -> np.ndarray:
+        """int64 [N] tokens of each unit."""
+        lengths_N = np.empty_like(units_N)
+        for number in np.unique(sources_N):
+            mine = np.flatnonzero(sources_N == number)
+            document, begin = self._sources[number].place(units_N[mine])
+            left = self._sources[number].length_D[document] - begin
+            lengths_N[mine] = np.minimum(left, self._sources[number].seq_len)
+        return lengths_N
+
+    def read(self, source: int, unit: int) -> Sample:
+        """One unit with its labels."""
+        return self._sources[source].read(source, unit)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on, and what it is evaluated on (None without a held-out part).
+
+    key: equal for data that give the same packs in the same order.
+    """
+
+    config: DataConfig
+    train: Corpus
+    held_out: Corpus | None
+    key: str
+
+
+def open_data(config: DataConfig, tokenizer: Tokenizer, cache: Path | None = None) -> Data:
+    """Tokenise what is not in the cache yet, and open all of it.
+
+    cache: a folder instead of `default_cache()`.
+
+    Raises DataError, with file and line, for data that cannot be read; and if nothing is left to
+    train on, or nothing was held out though the settings ask for it.
+    """
+    sources = [*config.sources, *config.eval_sources]
+    paths = [files_of(source) for source in sources]
+    listed = [(source, path) for source, found in zip(sources, paths, strict=True)
+              for path in found]
+    opened = iter(cached_files(listed, Tokeniser(tokenizer, config), cache or default_cache()))
+    files = [[next(opened) for _ in found] for found in paths]
+    own = len(config.sources)
+    fraction = config.eval_fraction
+    train = _corpus(files[:own], config, 0.0, 1.0 - fraction)
+    if not sum(train.sizes):
+        raise DataError(f"The data has nothing to train on: {_told(train.counts)}. Add documents, "
+                        "or change seq_len or long_documents.")
+    held_out = None
+    if fraction or config.eval_sources:
+        held_out = (_corpus(files[:own], config, 1.0 - fraction, 1.0) if fraction
+                    else _corpus(files[own:], config, 0.0, 1.0))
+        if not sum(held_out.sizes):
+            raise DataError(f"Nothing is held out for evaluation: {_told(held_out.counts)}. Add "
+                            "documents, or raise eval_fraction.")
+    return Data(config, train, held_out, _key(config, files))
+
+
+class _Source:
+    """The units of one source. D documents, numbered through its files."""
+
+    def __init__(self, files: Sequence[CachedFile], config: DataConfig, low: float, high: float
+                 ) -> None:
+        self.seq_len = config.seq_len
+        self._files = files
+        self._ends = np.cumsum([len(file) for file in files], dtype=np.int64)
+        table_D = np.concatenate([file.documents for file in files])
+        self.length_D = table_D["length"].astype(np.int64)
+        chosen_D = _share(table_D["digest"], low, high)
+        count_D = _units(self.length_D, table_D["first_target"], config) * chosen_D
+        self.first_unit_D1 = np.concatenate([[0], np.cumsum(count_D)])
+        self.counts = self._count(table_D, chosen_D, count_D, config)
+
+    def place(self, units_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [N] documents, int64 [N] tokens of them before the unit."""
+        document = np.searchsorted(self.first_unit_D1, units_N, side="right") - 1
+        return document, (units_N - self.first_unit_D1[document]) * self.seq_len
+
+    def read(self, source: int, unit: int) -> Sample:
+        document_1, begin_1 = self.place(np.array([unit]))
+        document, begin = int(document_1[0]), int(begin_1[0])
+        file = int(np.searchsorted(self._ends, document, side="right"))
+        record = document - (int(self._ends[file - 1]) if file else 0)
+        tokens, targets = self._files[file].read(record, begin, begin + self.seq_len + 1)
+        inputs = tokens[: self.seq_len].astype(np.int64)
+        labels = np.full(len(inputs), IGNORE, np.int64)
+        labels[: len(tokens) - 1] = tokens[1:]
+        if targets is not None:
+            labels[: len(tokens) - 1][~targets[1:]] = IGNORE
+        return Sample(SampleId(source, file, record, begin), inputs, labels)
+
+    def _count(self, table_D: np.ndarray, chosen_D: np.ndarray, count_D: np.ndarray,
+               config: DataConfig) -> Counts:
+        length_D, has_targets_D = table_D["length"], table_D["first_target"] < table_D["length"]
+        long_D = chosen_D & (length_D > self.seq_len) & has_targets_D
+        too_long = int(long_D.sum()) if config.long_documents == "drop" else 0
+        truncates = config.long_documents == "truncate"
+        last_D = length_D - (count_D - 1) * self.seq_len  # tokens of a document's last unit
+        tokens_D = (count_D - 1) * self.seq_len + np.minimum(last_D, self.seq_len)
+        return Counts(
+            documents=int(chosen_D.sum()),
+            units=int(count_D.sum()),
+            tokens=int(tokens_D[count_D > 0].sum()),
+            truncated=int((long_D & (count_D > 0)).sum()) if truncates else 0,
+            dropped_too_long=too_long,
+            dropped_without_targets=int((chosen_D & (count_D == 0)).sum()) - too_long,
+        )
+
+
+def _corpus(files: Sequence[Sequence[CachedFile]], config: DataConfig, low: float, high: float
+            ) -> Corpus:
+    return Corpus([_Source(of_source, config, low, high) for of_source in files])
+
+
+def _share(digest_D: np.ndarray, low: float, high: float) -> np.ndarray:
+    """bool [D]: the documents whose digest, as a number in [0, 1), is in [low, high)."""
+    place_D = (digest_D >> np.uint64(11)) * 2.0**-53
+    return (place_D >= low) & (place_D < high)
+
+
+def _units(length_D: np.ndarray, first_target_D: np.ndarray, config: DataConfig) -> np.ndarray:
+    """int64 [D]: into how many units each document goes."""
+    has_targets_D = first_target_D < length_D
+    if config.long_documents == "truncate":
+        return (has_targets_D & (first_target_D <= config.seq_len)).astype(np.int64)
+    if config.long_documents == "drop":
+        return (has_targets_D & (length_D <= config.seq_len)).astype(np.int64)
+    return np.where(has_targets_D, -((1 - length_D) // config.seq_len), 0)
+
+
+def _told(counts: Counts) -> str:
+    return (f"of {counts.documents} documents {counts.dropped_too_long} are too long and "
+            f"{counts.dropped_without_targets} have no target")
+
+
+def _key(config: DataConfig, files: Sequence[Sequence[CachedFile]]) -> str:
+    own = len(config.sources)
+    facts = [
+        [[file.key for file in of_source] for of_source in files[:own]],
+        [str(source.weight) for source in config.sources],
+        config.seq_len, config.packing, config.lookahead, config.long_documents, config.shuffle,
+        config.seed, config.eval_fraction,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""Records to tokens, and which of the tokens are targets.
+
+Text: every token is a target. A conversation: the tokens of the assistant's turns with the token
+that ends a turn, for these are what the model has to write by itself. Where a turn begins and ends
+is said by the template's own `{% generation %}` marks, or found by rendering prefixes:
+
+    render(messages before the turn, with generation prompt)   <|im_start|>user ... assistant\\n
+    render(messages up to the turn)                            ... assistant\\nHello.<|im_end|>\\n
+
+The turn is what the second adds to the first, without the white space after its end token, which
+is never generated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kilter.tokens import ChatTemplate, TemplateError, Tokenizer
+from kilter.train.data.config import ChatConfig, DataConfig
+from kilter.train.data.errors import DataError
+from kilter.train.data.sources import Record
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of one record. targets_N: bool [N], or None where all are."""
+
+    tokens_N: np.ndarray
+    targets_N: np.ndarray | None
+
+
+class Tokeniser:
+    """Makes documents of records in the way the data's settings say.
+
+    Raises DataError where the tokenizer lacks what they need: an EOS, a BOS.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self._chat = config.chat
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._before, self._after = _ends(tokenizer, config)
+        self._own_template = self._read_template()
+
+    def document(self, record: Record) -> Document:
+        """Raises DataError, with the record's place, if it cannot be tokenised."""
+        try:
+            if isinstance(record.value, str):
+                return self._text(record.value)
+            return self._conversation(record.value["messages"], record.value["tools"])
+        except ValueError as error:
+            raise DataError(f"{record.where}: {error}") from error
+
+    def fingerprint(self, chat: bool) -> str:
+        """Equal for two tokenisers that make the same documents of the same records."""
+        digest = hashlib.sha256()
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        settings: list[Any] = [self._before, self._after]
+        if chat:
+            own = self._own_template.source if self._own_template else None
+            settings = [self._chat.turns, own, dict(self._chat.variables)]
+        digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+    def _text(self, text: str) -> Document:
+        # A corpus is text from strangers: "<|im_end|>" in it is no end of a turn.
+        ids = self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+        return Document(np.array([*self._before, *ids, *self._after], self.dtype), None)
+
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Document:
+        template = self._own_template or self.tokenizer.chat_template(tools)
+        text, spans = template.render_with_spans(messages, tools, **self._chat.variables)
+        marked = bool(spans)
+        if not marked:
+            spans = _turns_by_prefix(template, text, messages, tools, self._chat)
+        elif self._chat.turns == "last":
+            spans = spans[-1:]
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        targets_N = np.zeros(len(ids), bool)
+        for span in spans:
+            begin, end = _tokens_of(span, offsets)
+            targets_N[begin : end if marked else self._trimmed(ids, begin, end)] = True
+        return Document(np.array(ids, self.dtype), targets_N)
+
+    def _trimmed(self, ids: Sequence[int], begin: int, end: int) -> int:
+        """The end of a turn without white space after its last special token."""
+        for last in range(end - 1, begin - 1, -1):
+            if ids[last] in self.tokenizer.special_ids:
+                return last + 1
+            if self.tokenizer.token_bytes(ids[last]).strip():
+                break
+        return end
+
+    def _read_template(self) -> ChatTemplate | None:
+        if self._chat.template is None:
+            return None
+        try:
+            source = Path(self._chat.template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"The chat template {self._chat.template} cannot be read: "
+                            f"{error.strerror or error}.") from error
+        return ChatTemplate(source, self.tokenizer.special_tokens)
+
+
+def _ends(tokenizer: Tokenizer, config: DataConfig) -> tuple[list[int], list[int]]:
+    """What stands before and after each text document."""
+    bos, before = tokenizer.bos_token_id, []
+    adds_bos = bos in tokenizer.encode("") if config.bos is None else config.bos
+    if adds_bos:
+        if bos is None:
+            raise DataError("The data asks for a BOS before each document, but the tokenizer has "
+                            "none. Set bos to false.")
+        before = [bos]
+    if config.eos and not tokenizer.eos_token_ids:
+        raise DataError("The data asks for an EOS after each document, but the tokenizer has "
+                        "none. Set eos to false.")
+    return before, tokenizer.eos_token_ids[:1] if config.eos else []
+
+
+def _turns_by_prefix(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat: ChatConfig,
+) -> list[Span]:
+    """Character ranges of the assistant's turns in `text`, the rendering of all messages."""
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not turns:
+        raise DataError("The conversation has no assistant turn, so there is nothing to learn "
+                        "from it. Remove it, or correct its roles.")
+    spans = []
+    for turn in turns[-1:] if chat.turns == "last" else turns:
+        try:
+            before = template.render(messages[:turn], tools, True, **chat.variables)
+            upto = text
+            if turn + 1 < len(messages):
+                upto = template.render(messages[: turn + 1], tools, False, **chat.variables)
+        except TemplateError as error:
+            raise DataError(f"Where the assistant's turn messages[{turn}] begins and ends cannot "
+                            f"be told, because the messages before it do not render alone: "
+                            f"{error} {_MARKS}") from error
+        if not upto.startswith(before) or not text.startswith(upto):
+            other, what = ((before, "generation prompt") if not upto.startswith(before)
+                           else (upto, "text up to it"))
+            at = next((i for i, (a, b) in enumerate(zip(other, text, strict=False)) if a != b),
+                      min(len(other), len(text)))
+            last = "" if chat.turns == "last" else ', or set turns to "last"'
+            raise DataError(f"Where the assistant's turn messages[{turn}] begins and ends cannot "
+                            f"be told, because the chat template renders the {what} differently "
+                            f"when more messages follow: {other[at : at + 30]!r} becomes "
+                            f"{text[at : at + 30]!r} at character {at}. {_MARKS[:-1]}{last}.")
+        spans.append((len(before), len(upto)))
+    return spans
+
+
+_MARKS = ("Give a template that marks the assistant's turns with {% generation %} and "
+          "{% endgeneration %}.")
+
+
+def _tokens_of(span: Span, offsets: Sequence[Span]) -> Span:
+    """The range of tokens that stand for any of the span's characters."""
+    inside = [i for i, (begin, end) in enumerate(offsets) if begin < span[1] and end > span[0]]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)

@@ -1,0 +1,84 @@
+"""The finished model as a Hugging Face folder: the ranks' parts meet on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kilter.parallel.apply import Spread
+from kilter.parallel.shards import Box
+from kilter.train.inputs import Inputs
+from kilter.weights.export import State, export_hf
+from kilter.weights.families import FAMILIES
+
+_Parts = list[tuple[Box, Tensor]]
+
+
+def export_model(spread: Spread, inputs: Inputs, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the model, its config and its tokenizer; replaces what is there. Collective.
+
+    Args:
+        dtype: what matrices are written as; all else is float32.
+    """
+    tensors = {name: whole for name, whole in whole_parameters(spread, dtype)
+               if whole is not None}
+    if spread.mesh.rank != 0:
+        return
+    export_hf(State(inputs.spec, tensors, inputs.carried, _config(inputs, dtype)), folder,
+              overwrite=True, before_rename=inputs.tokenizer.save)
+
+
+@torch.no_grad()
+def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
+                     ) -> Iterator[tuple[str, Tensor | None]]:
+    """Every parameter by name, on the CPU: whole on rank 0, None on the others. Collective: all
+    ranks go through it together.
+
+    Args:
+        dtype: of matrices; all else is float32.
+    """
+    mesh = spread.mesh
+    world = mesh.layout.world
+    # With ZeRO 3 every rank has rows of its own; before, data-parallel ranks have the same ones.
+    gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
+    for name, (local, shard) in spread.local.items():
+        to = dtype if len(shard.shape) > 1 else torch.float32
+        mine: _Parts = [(box, part.detach().to("cpu", to).contiguous())
+                        for box, own, part in shard.parts(local)
+                        if gives and own and part.numel()]
+        boxes: list[list[Box] | None] = [[box for box, _ in mine]]
+        if world > 1:
+            boxes = [None] * world
+            dist.all_gather_object(boxes, [box for box, _ in mine])
+        if mesh.rank != 0:
+            for _, part in mine:
+                dist.send(part, 0)
+            yield name, None
+            continue
+        whole = torch.empty(shard.shape, dtype=to)
+        for box, part in mine:
+            whole[box.slices] = part
+        for rank in range(1, world):
+            for box in boxes[rank] or []:
+                part = torch.empty(box.size, dtype=to)
+                dist.recv(part, rank)
+                whole[box.slices] = part
+        yield name, whole
+
+
+def _config(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json that was started from, or one composed."""
+    source, tokenizer = inputs.source, inputs.tokenizer
+    config: dict[str, Any] = dict(source.config) if source is not None else {}
+    if not config:
+        config = FAMILIES[inputs.spec.architecture].to_config(inputs.spec)
+        ends = list(source.eos_token_ids if source is not None else ()) or tokenizer.eos_token_ids
+        config |= {"bos_token_id": tokenizer.bos_token_id,
+                   "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    spelling = "dtype" if "dtype" in config else "torch_dtype"
+    return config | {spelling: str(dtype).removeprefix("torch.")}

@@ -1,0 +1,126 @@
+"""What a run starts from: model, tokenizer and data, opened and checked against each other.
+
+The launcher opens them once, before any rank starts, so that whatever is wrong with them is one
+sentence; every rank opens them again, and finds the data tokenised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kilter.models.spec import ModelSpec
+from kilter.parallel.heads import split_model
+from kilter.tokens import Tokenizer
+from kilter.train.config import ModelConfig, TrainJob
+from kilter.train.data import Data, open_data
+from kilter.weights.bridge import ModelSource, open_model
+from kilter.weights.families import FAMILIES
+from kilter.weights.gguf import GGUFFile
+from kilter.weights.pull import resolve
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Attributes:
+        spec: the model.
+        source: the weights to start from; None for a new model.
+        tokenizer: the data's.
+        data: tokenised.
+        carried: the Hugging Face folder that was started from, whose files go along with the
+            finished model; its tokenizer's among them, unless the job names another.
+    """
+
+    spec: ModelSpec
+    source: ModelSource | None
+    tokenizer: Tokenizer
+    data: Data
+    carried: Path | None
+
+
+def open_inputs(job: TrainJob) -> Inputs:
+    """Opens what a job names; tokenises data that is not in the cache yet.
+
+    Raises:
+        ValueError: for anything that is not there, cannot be read or does not fit together.
+    """
+    model = job.model
+    source = None if model.path is None else open_model(resolve(model.path))
+    tokenizer = _tokenizer(model, source)
+    spec = _new_spec(model, tokenizer) if source is None else source.spec
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ValueError(f"The tokenizer has {tokenizer.vocab_size} tokens but the model only "
+                         f"{spec.vocab_size}; take the model's own tokenizer, or make vocab_size "
+                         "larger.")
+    if job.data.seq_len > spec.max_positions:
+        raise ValueError(f"data.seq_len is {job.data.seq_len}, but this model takes at most "
+                         f"{spec.max_positions} tokens; make it smaller.")
+    job.layout.check(job.layout.world, spec)
+    split_model(spec, job.layout.tp)
+    _check_machine(job)
+    carried = source.folder if source is not None and source.kind == "hf" else None
+    return Inputs(spec, source, tokenizer, open_data(job.data, tokenizer), carried)
+
+
+def device_type(job: TrainJob) -> str:
+    """``cpu`` or ``cuda``. Raises ValueError if the job asks for GPUs that are not there."""
+    there = torch.cuda.is_available()
+    if job.launch.device == "cuda" and not there:
+        raise ValueError("launch.device is cuda, but torch sees no CUDA device here; set it to "
+                         "cpu or auto.")
+    return "cuda" if there and job.launch.device != "cpu" else "cpu"
+
+
+def _check_machine(job: TrainJob) -> None:
+    device_type(job)
+    if job.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("log.tensorboard is true, but the package tensorboard is not installed; "
+                         "pip install 'kilter[tensorboard]', or turn it off.")
+
+
+def _tokenizer(model: ModelConfig, source: ModelSource | None) -> Tokenizer:
+    if model.tokenizer is not None:
+        path = resolve(model.tokenizer)
+        if (path / "tokenizer.json").is_file():
+            return Tokenizer.from_folder(path)
+        source = open_model(path)
+    assert source is not None
+    if isinstance(source.store, GGUFFile) and (
+            source.path.is_file() or not (source.folder / "tokenizer.json").is_file()):
+        return Tokenizer.from_gguf_metadata(source.store.metadata)
+    return Tokenizer.from_folder(source.folder)
+
+
+def _new_spec(model: ModelConfig, tokenizer: Tokenizer) -> ModelSpec:
+    raw: dict[str, Any] = {"architectures": ["LlamaForCausalLM"],
+                           "vocab_size": tokenizer.vocab_size}
+    if isinstance(model.config, Mapping):
+        raw |= model.config
+    else:
+        assert model.config is not None
+        raw |= _read_config(Path(model.config))
+    names = raw["architectures"]
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"model.config asks for the architecture {name!r}; there are "
+                         f"{', '.join(FAMILIES)}.")
+    return FAMILIES[name].to_spec(raw)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"model.config names {path}, which is not there.") from None
+    except ValueError as error:
+        raise ValueError(f"model.config names {path}, which is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"model.config names {path}, which holds no JSON object.")
+    return value

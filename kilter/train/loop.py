@@ -1,0 +1,262 @@
+"""The training loop of one rank: resume, step, tell, score, save, stop, export.
+
+    output/
+      checkpoints/step-…/    what a run goes on from by itself
+      metrics.jsonl          see `kilter.train.metrics`
+      tensorboard/, profile/ if asked for
+      model/                 the finished model, a Hugging Face folder
+
+The number of the step and the place in the data are the only state beside the tensors.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from kilter import __version__
+from kilter.comm.collectives import all_reduce_max
+from kilter.job import JobError, build, dump
+from kilter.mesh.mesh import Mesh
+from kilter.models.decoder import Decoder
+from kilter.parallel.apply import apply
+from kilter.parallel.shards import Shard
+from kilter.train.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Pieces,
+    checkpoints,
+    load_tensors,
+    read_facts,
+)
+from kilter.train.config import TrainJob, differences
+from kilter.train.data import DataLoader, Pack, evaluation_packs, steps_of
+from kilter.train.export import export_model
+from kilter.train.inputs import Inputs
+from kilter.train.metrics import Monitor
+from kilter.train.optimizer import Optimizer
+from kilter.train.step import evaluate, train_step
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        step: the last one taken.
+        stopped: whether it was told to stop before its last step.
+        text: that as a sentence.
+    """
+
+    step: int
+    stopped: bool
+    text: str
+
+
+def train(job: TrainJob, inputs: Inputs, mesh: Mesh) -> Ending:
+    """Runs a job to its end, or until SIGTERM or SIGINT; goes on from its last checkpoint.
+
+    Every rank of the mesh calls it.
+
+    Raises:
+        NotFinite: as `train_step`.
+        CheckpointError: if the output folder has checkpoints of another job.
+    """
+    with stop_signals() as stop, ExitStack() as closing:
+        return Run(job, inputs, mesh, closing).go(stop)
+
+
+def last_checkpoint(job: TrainJob) -> Path | None:
+    """What a job goes on from, if it has begun.
+
+    Raises:
+        CheckpointError: if its output folder has checkpoints of another job.
+    """
+    whole = checkpoints(Path(job.output) / "checkpoints")
+    if not whole:
+        return None
+    before = read_facts(whole[-1])["job"]
+    with suppress(JobError):  # of another version: then what differs is what it says
+        before = dump(build(TrainJob, before))
+    if names := differences(before, dump(job)):
+        raise CheckpointError(
+            f"{whole[-1]} belongs to another job: {', '.join(names)} "
+            f"{'differs' if len(names) == 1 else 'differ'}. Restore the job as it was, or name "
+            "another output folder.")
+    return whole[-1]
+
+
+class Run:
+    """A job on its way, in one rank.
+
+    Args:
+        closing: what the run opens is closed with this.
+    """
+
+    def __init__(self, job: TrainJob, inputs: Inputs, mesh: Mesh, closing: ExitStack) -> None:
+        self.job, self.inputs, self.mesh = job, inputs, mesh
+        self.output = Path(job.output)
+        with torch.device("meta"):
+            model = Decoder(inputs.spec, exact=job.model.exact,
+                            kv_dtype=_DTYPES[job.model.kv_dtype], max_positions=job.data.seq_len)
+        self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision])
+        self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
+        dp = mesh.axis("dp")
+        self.loader = closing.enter_context(
+            DataLoader(inputs.data, job.micro_batches, dp.index, dp.size))
+        self.checkpointer = Checkpointer(self.output / "checkpoints", job.checkpoint,
+                                         mesh.axis("world"))
+        closing.callback(self.checkpointer.close)
+        self.steps = job.steps or steps_of(inputs.data, job.epochs or 1, job.micro_batches)
+        self.step = self.tokens = 0  # taken, and seen
+        self._saved = -1
+        resumed = self._restore()
+        self.monitor = Monitor(job, self.spread, self.step, self.steps)
+        closing.callback(self.monitor.close)
+        if resumed:
+            self.monitor.say(f"Going on from the checkpoint of step {self.step}.")
+
+    def go(self, stop: threading.Event) -> Ending:
+        """Steps until the last, or until a rank was told to stop."""
+        job, monitor = self.job, self.monitor
+        while self.step < self.steps:
+            if self._told_to(stop):
+                self.save()
+                self.checkpointer.wait()
+                return Ending(self.step, True, f"Stopped after step {self.step} of {self.steps}; "
+                              "the same command goes on from there.")
+            factor = job.schedule.factor(self.step, self.steps)
+            with monitor.phase("data"):
+                packs = self.loader.next_step()
+            with monitor.step(self.step + 1):
+                result = train_step(self.spread, self.optimizer, packs, factor=factor,
+                                    max_norm=job.max_norm or None, phase=monitor.phase)
+            self.step += 1
+            self.tokens += result.tokens
+            monitor.tell(self.step, result, packs, lr=job.optimizer.lr * factor,
+                         tokens=self.tokens, epoch=self.loader.epoch)
+            if self.step < self.steps:  # after the last step, `_finish` does both
+                if job.eval.every and self.step % job.eval.every == 0:
+                    self.score()
+                if job.checkpoint.every and self.step % job.checkpoint.every == 0:
+                    self.save()
+        return self._finish()
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        if self._saved == self.step:
+            return
+        with self.monitor.phase("checkpoint"):
+            self.checkpointer.save(self.step, self.pieces(), {
+                "tokens": self.tokens, "steps": self.steps, "loader": self.loader.state_dict(),
+                "job": dump(self.job), "layout": str(self.job.layout),
+                "versions": {"kilter": __version__, "torch": torch.__version__}})
+        self._saved = self.step
+
+    def score(self) -> float | None:
+        """Mean loss over the targets of the held-out data; None if there is none."""
+        if self.inputs.data.held_out is None:
+            return None
+        with self.monitor.phase("evaluation"):
+            loss, targets = evaluate(self.spread, self._evaluation_packs())
+        self.monitor.evaluated(self.step, loss, targets)
+        return loss
+
+    def pieces(self) -> dict[str, Pieces]:
+        """What a checkpoint holds: this rank's part of the trained parameters and of the
+        optimizer's states."""
+        found = {}
+        states = self.optimizer.states()
+        for held in self.spread.held:
+            found[f"model.{held.name}"] = Pieces(held.tensor, held.shard)
+            for key, state in states[held.name].items():
+                found[f"optimizer.{held.name}.{key}"] = (
+                    Pieces(state, held.shard) if state.dim() else
+                    Pieces(state.view(1), _number_of(held.shard)))
+        return found
+
+    def _restore(self) -> bool:
+        """Weights and states: of the last whole checkpoint, else as the job says to start."""
+        checkpoint = last_checkpoint(self.job)
+        frozen = self.spread.local.keys() - {held.name for held in self.spread.held}
+        if frozen or checkpoint is None:  # a checkpoint holds what is trained
+            if self.inputs.source is not None:
+                self.spread.load(self.inputs.source)
+            else:
+                self.spread.initialise(self.job.seed, self.job.model.std)
+        if checkpoint is not None:
+            facts = read_facts(checkpoint)
+            if facts["step"] > self.steps:
+                raise CheckpointError(f"{checkpoint} is past the {self.steps} steps of this job. "
+                                      "Ask for more steps, or name another output folder.")
+            self.loader.load_state_dict(facts["loader"])
+            load_tensors(checkpoint, self.pieces(), self.mesh.axis("world"))
+            self.spread.updated()  # brings what a rank holds to where the model reads it
+            self.step = self._saved = facts["step"]
+            self.tokens = facts["tokens"]
+        self.optimizer.reloaded()
+        return checkpoint is not None
+
+    def _finish(self) -> Ending:
+        if self._saved != self.step:  # else the run was finished before
+            self.score()
+            self.save()
+            self.checkpointer.wait()
+        place = self.output / "checkpoints"
+        if self.job.export:
+            place = self.output / "model"
+            export_model(self.spread, self.inputs, place, _DTYPES[self.job.precision])
+        return Ending(self.step, False, f"Finished {self.steps} steps over {self.tokens} tokens; "
+                      f"the result is in {place}.")
+
+    def _told_to(self, stop: threading.Event) -> bool:
+        """Whether any rank was told to stop: all have to know before the same step."""
+        return bool(all_reduce_max(torch.tensor([int(stop.is_set())]), self.mesh.axis("world")))
+
+    def _evaluation_packs(self) -> Iterator[Pack]:
+        dp, limit = self.mesh.axis("dp"), self.job.eval.batches
+        packs = evaluation_packs(self.inputs.data, dp.index, dp.size)
+        for turn, pack in enumerate(packs):  # every rank takes one pack a turn
+            if limit and turn * dp.size >= limit:
+                return
+            within = not limit or turn * dp.size + dp.index < limit
+            yield pack if within else pack.blank()
+
+
+def _number_of(shard: Shard) -> Shard:
+    """Of one number per parameter, which all its ranks hold: the rank that owns the parameter's
+    first element owns it."""
+    owned = any(own and not any(box.start)
+                for box, own in zip(shard.boxes, shard.owned, strict=True))
+    return Shard.whole((1,), owned)
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """SIGTERM and SIGINT set the event; SIGINT after that is a `KeyboardInterrupt` as usual.
+    Outside the main thread, which alone may handle signals, nothing sets it."""
+    stop = threading.Event()
+
+    def told(number: int, frame: FrameType | None) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,172 @@
+"""One training step: the same numbers whatever the layout, the packing or the micro-batches.
+
+    loss = sum of token losses / number of valid targets of the whole step, all ranks
+
+so every target weighs the same wherever it stands. Nothing is changed before loss and gradient are
+known to be finite on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kilter.comm.axis import Axis
+from kilter.models.batch import Batch
+from kilter.parallel.apply import Spread
+from kilter.parallel.norm import clip_gradients, culprits, gradient_norm
+from kilter.train.optimizer import Optimizer
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+class MicroBatch(Protocol):
+    """What a step takes, see `kilter.train.data.packing.Pack`."""
+
+    @property
+    def valid(self) -> int:
+        """Targets that count."""
+
+    @property
+    def targets_T(self) -> Tensor:
+        """int64 [T] on the CPU; negative where there is no target."""
+
+    def batch(self, device: torch.device) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of the whole step, the same on every rank.
+
+    Attributes:
+        loss: mean over valid targets.
+        grad_norm: before clipping.
+        valid: valid targets.
+        tokens: tokens of the data, without padding.
+    """
+
+    loss: float
+    grad_norm: float
+    valid: int
+    tokens: int
+
+
+class NotFinite(RuntimeError):
+    """A loss or gradient was NaN or infinite; the step was not taken and nothing has changed."""
+
+
+def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[MicroBatch], *,
+               factor: float = 1.0, max_norm: float | None = 1.0,
+               phase: Phase = lambda _: nullcontext()) -> StepResult:
+    """Forward and backward of every micro-batch, clip, step.
+
+    Args:
+        micro_batches: this rank's; every rank of a tensor-parallel group has the same ones, and
+            every data-parallel rank as many.
+        factor: of the peak learning rate.
+        max_norm: what the true global gradient norm is clipped to; None: not at all.
+        phase: entered around each part of the step: ``forward``, ``backward`` (with the
+            communication that leaves meanwhile), ``reduce`` (what of it is still to come) and
+            ``optimizer`` (norm, clipping, step).
+
+    Raises:
+        NotFinite: on all ranks, before anything is changed; names what is not finite and where.
+        ValueError: if no target of the whole step counts.
+    """
+    device = torch.device(spread.mesh.device_type)
+    data = spread.mesh.axis("dp_cp")
+    counts = torch.tensor([sum(m.valid for m in micro_batches),
+                           sum(m.targets_T.numel() for m in micro_batches)], dtype=torch.int64)
+    valid, tokens = _summed(counts, data).tolist()
+    if valid == 0:
+        raise ValueError("No target of this step counts: every label is masked. Check the data and "
+                         "its masks.")
+    own_loss = torch.zeros((), dtype=torch.float64, device=device)
+    for i, micro_batch in enumerate(micro_batches):
+        with phase("forward"):
+            loss = token_loss(spread, micro_batch, device) / valid
+            own_loss += loss.detach().double()
+        with phase("backward"):
+            spread.begin(last=i == len(micro_batches) - 1)
+            loss.backward()
+    with phase("reduce"):
+        spread.finish()
+        loss_value = float(_summed(own_loss.clone(), data))
+    with phase("optimizer"):
+        norm = gradient_norm(spread.held, spread.mesh.axis("world"))
+        if not (math.isfinite(loss_value) and math.isfinite(norm)):
+            message = _not_finite(spread, loss_value, norm, float(own_loss))
+            spread.updated()  # drops the gradients
+            raise NotFinite(message)
+        if max_norm is not None:
+            clip_gradients(spread.held, norm, max_norm)
+        optimizer.step(factor)
+        spread.updated()
+    return StepResult(loss_value, norm, valid, tokens)
+
+
+def token_loss(spread: Spread, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """Sum of the token losses of one micro-batch (negative log-likelihood), float32 scalar."""
+    batch, targets_T = micro_batch.batch(device), micro_batch.targets_T.to(device)
+    layout = spread.mesh.layout
+    missing = -batch.num_tokens % layout.tp if layout.sequence_parallel else 0
+    if missing:
+        batch = _padded(batch, missing)
+        targets_T = torch.nn.functional.pad(targets_T, (0, missing), value=-1)
+    return -spread.forward(batch, targets_T).sum()
+
+
+@torch.no_grad()
+def evaluate(spread: Spread, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
+    """(mean loss over valid targets, their number), over all ranks: sums are divided once, so
+    batches of different sizes weigh by their targets."""
+    device = torch.device(spread.mesh.device_type)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for micro_batch in micro_batches:
+        sums[0] += token_loss(spread, micro_batch, device).double()
+        sums[1] += micro_batch.valid
+    loss, valid = _summed(sums, spread.mesh.axis("dp_cp")).tolist()
+    if valid == 0:
+        raise ValueError("No target of the evaluation data counts: every label is masked.")
+    return loss / valid, int(valid)
+
+
+def _padded(batch: Batch, missing: int) -> Batch:
+    """The batch with one more sequence, of token 0, for which there are no targets: no other
+    sequence sees it."""
+    cu_S1 = batch.cu_seqlens_S1
+    return Batch(
+        torch.cat([batch.tokens_T, batch.tokens_T.new_zeros(missing)]),
+        torch.cat([batch.positions_T, torch.arange(missing).to(batch.positions_T)]),
+        torch.cat([cu_S1, cu_S1[-1:] + missing]), max(batch.max_seqlen, missing))
+
+
+def _summed(values: Tensor, axis: Axis) -> Tensor:
+    if axis.size > 1:
+        dist.all_reduce(values, group=axis.members)
+    return values
+
+
+def _not_finite(spread: Spread, loss: float, norm: float, own_loss: float) -> str:
+    """A sentence that names the ranks and parameters at fault; collective."""
+    mine = (spread.mesh.rank, math.isfinite(own_loss), culprits(spread.held))
+    every: list[tuple[int, bool, list[str]] | None] = [mine]
+    if spread.mesh.axis("world").size > 1:
+        every = [None] * spread.mesh.axis("world").size
+        dist.all_gather_object(every, mine)
+    said = []
+    for entry in every:
+        assert entry is not None
+        rank, finite, names = entry
+        if not finite or names:
+            grads = f"gradients of {', '.join(names)}" if names else "no gradient of its own"
+            said.append(f"rank {rank}: {'a finite loss' if finite else 'the loss'}, {grads}")
+    return (f"The loss is {loss} and the gradient norm {norm}; the step was not taken. Not finite: "
+            f"{'; '.join(said) or 'only the sum over ranks'}.")

@@ -1,0 +1,384 @@
+"""Adapters: what PEFT computes, in every layout, and gone without a trace when merged or off."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bench.parity import MODELS, Case, Outcome, compare, data, owned_parts
+from kilter.job import build, dump
+from kilter.mesh.layout import Layout
+from kilter.mesh.mesh import Mesh
+from kilter.models.batch import Batch
+from kilter.models.decoder import Decoder
+from kilter.models.init import init_weights
+from kilter.models.spec import ModelSpec
+from kilter.parallel.apply import Spread, apply
+from kilter.parallel.heads import split_model
+from kilter.parallel.recompute import Recompute
+from kilter.parallel.shards import covers
+from kilter.parallel.tensor import placements
+from kilter.train.lora import LoraConfig, adapters_off, add_adapters, init_adapters, merge
+from kilter.train.optimizer import Optimizer
+from kilter.train.peft import CONFIG, WEIGHTS, read_peft, write_peft
+from kilter.train.step import train_step
+from kilter.weights.bridge import open_model
+from kilter.weights.errors import WeightsError
+from kilter.weights.export import State, export_hf
+from tests.ranks import RankPool
+from tests.weights import tiny
+
+LORA = LoraConfig(rank=3, alpha=5.0)
+DORA = LoraConfig(rank=3, alpha=5.0, dora=True)
+PARTIAL = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "up_proj", "down"), dora=True)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TOKENS = [i * 7 % 99 for i in range(20)]
+
+# PEFT's own settings, and a model of each family; all with grouped queries or biases.
+FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama-biases-llama3", {"target_modules": ALL}),
+    "dora": ("llama-biases-llama3", {"target_modules": ALL, "use_dora": True}),
+    "rslora q v": ("qwen2-plain", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+    "dora k up o": ("qwen3-plain", {"target_modules": ["k_proj", "up_proj", "o_proj"],
+                                    "use_dora": True}),
+    "gemma": ("gemma3-default-pattern", {"target_modules": ALL, "lora_dropout": 0.1}),
+}
+
+
+def decoder(spec: ModelSpec, config: LoraConfig | None) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec)
+    if config is not None:
+        add_adapters(model, config)
+    return model
+
+
+def random_adapters(spread: Spread, seed: int = 3) -> dict[str, Tensor]:
+    """Whole adapters that change a lot, by name; the same whatever the layout."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shard in sorted(spread.shards.items()):
+        if ".adapter." in name:
+            value = torch.randn(shard.shape, generator=generator) * 0.2
+            found[name] = value.abs() + 0.5 if name.endswith("magnitude") else value
+    return found
+
+
+def trained_by_peft(name: str, folder: Path) -> tuple[peft.PeftModel, Path]:
+    """A model of transformers with random adapters, and where both are."""
+    kind, settings = FOLDERS[name]
+    base = tiny.save(kind, folder / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(
+        r=3, lora_alpha=5, task_type="CAUSAL_LM", **settings))
+    torch.manual_seed(1)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            noise = torch.randn_like(parameter) * 0.2
+            parameter.data = noise if parameter.dim() == 2 else parameter.data + noise
+    model.save_pretrained(folder / "adapter")
+    return model.eval(), folder / "adapter"
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+def read_into(folder: Path, adapter: Path) -> tuple[Spread, LoraConfig, dict[str, Tensor]]:
+    source = open_model(folder)
+    found = read_peft(adapter, source.spec)
+    spread = apply(decoder(source.spec, found.config), Mesh.single())
+    spread.load(source)
+    spread.fill(found.tensors)
+    return spread, found.config, found.tensors
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_peft_means_the_same_here(tmp_path: Path, name: str) -> None:
+    theirs, folder = trained_by_peft(name, tmp_path)
+    spread, config, tensors = read_into(tmp_path / "base", folder)
+    batch = Batch.of([TOKENS])
+    with torch.no_grad():
+        assert (spread.model(batch) - logits(theirs)).abs().max() < 1e-4
+
+    targets = torch.tensor([*TOKENS[1:], -100])
+    total = spread.forward(batch, targets).sum()
+    spread.begin(last=True)
+    total.backward()
+    spread.finish()
+    chosen = theirs(torch.tensor([TOKENS])).logits[0].log_softmax(-1)[:-1].gather(
+        1, targets[:-1, None])
+    chosen.sum().backward()
+    wanted = {key.replace(".default", "").removesuffix(".weight"): p.grad
+              for key, p in theirs.named_parameters() if "lora_" in key}
+    assert {h.name for h in spread.held} == set(tensors)
+    for held in spread.held:
+        _, layer, block, _, _, projection, leaf = held.name.split(".")
+        key = (f"base_model.model.model.layers.{layer}.{block.replace('attn', 'self_attn')}."
+               f"{projection}.") + {"lora_a": "lora_A", "lora_b": "lora_B",
+                                    "magnitude": "lora_magnitude_vector"}[leaf]
+        torch.testing.assert_close(held.tensor.grad, wanted.pop(key), rtol=1e-3, atol=2e-4)
+    assert not wanted
+
+    write_peft(tmp_path / "again", spread.model.spec, config, tensors)
+    before, after = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
+    assert torch.equal(logits(again), logits(theirs))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_merged_model_equals_the_adapted_one(tmp_path: Path, name: str) -> None:
+    theirs, folder = trained_by_peft(name, tmp_path)
+    spread, config, _ = read_into(tmp_path / "base", folder)
+    spec = spread.model.spec
+    whole = {key: parameter.detach() for key, (parameter, _) in spread.local.items()}
+    merged = merge(spec, config, whole)
+    with torch.no_grad():
+        adapted = spread.model(Batch.of([TOKENS]))
+    plain = apply(decoder(spec, None), Mesh.single())
+    plain.fill(merged)
+    with torch.no_grad():
+        assert (plain.model(Batch.of([TOKENS])) - adapted).abs().max() < 1e-4
+    export_hf(State(spec, merged, tmp_path / "base", open_model(tmp_path / "base").config),
+              tmp_path / "merged")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (logits(loaded) - adapted).abs().max() < 1e-4
+    by_peft = dict(theirs.merge_and_unload().named_parameters())
+    for key, value in loaded.named_parameters():
+        torch.testing.assert_close(value, by_peft[key], rtol=1e-5, atol=1e-6)
+
+
+# ---- layouts
+
+LAYOUTS = {
+    "ddp2": Layout(dp=2), "zero1-2": Layout(dp=2, zero=1), "zero2-2": Layout(dp=2, zero=2),
+    "zero3-2": Layout(dp=2, zero=3), "tp2": Layout(tp=2, sequence_parallel=False),
+    "tp2+sp": Layout(tp=2), "tp4": Layout(tp=4, sequence_parallel=False),
+    "tp2+sp zero3-2": Layout(tp=2, dp=2, zero=3), "tp4+sp ddp2": Layout(tp=4, dp=2),
+}
+PARITY = [("ddp2", LORA, "tied"), ("zero1-2", DORA, "tied"), ("zero2-2", PARTIAL, "untied"),
+          ("zero3-2", LORA, "untied"), ("zero3-2", DORA, "tied"), ("tp2", LORA, "tied"),
+          ("tp2", DORA, "tied"), ("tp2+sp", LORA, "tied"), ("tp2+sp", DORA, "untied"),
+          ("tp4", DORA, "everything"),  # four ranks share the one KV head
+          ("tp2+sp zero3-2", LORA, "tied"), ("tp2+sp zero3-2", DORA, "tied"),
+          ("tp4+sp ddp2", PARTIAL, "everything")]
+
+
+def train_adapters(case: Case, config: LoraConfig) -> Outcome:
+    """Three steps of a case of the parity matrix with adapters, in this rank."""
+    spec = MODELS[case.model]()
+    mesh = Mesh(case.layout) if case.layout.world > 1 else Mesh.single()
+    spread = apply(decoder(spec, config), mesh, recompute=case.recompute)
+    spread.initialise(seed=1)
+    spread.fill(random_adapters(spread))
+    held = {h.name for h in spread.held}
+    frozen = {name: p.detach().clone() for name, (p, _) in spread.local.items() if name not in held}
+    optimizer = Optimizer(spread.held, case.optimizer, mesh.axis("dp_cp_tp"))
+    losses, norms = [], []
+    for micro_batches in data(spec.vocab_size):
+        mine = micro_batches[mesh.axis("dp").index::mesh.axis("dp").size]
+        result = train_step(spread, optimizer, mine, max_norm=0.5)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    assert held == set(random_adapters(spread)) == optimizer.states().keys()
+    assert all(torch.equal(spread.local[name][0], before) for name, before in frozen.items())
+    return Outcome(losses, norms, owned_parts(spread))
+
+
+@cache
+def alone(config: LoraConfig, model: str) -> Outcome:
+    return train_adapters(Case("one", Layout(), model), config)
+
+
+@pytest.mark.parametrize(("layout", "config", "model"), PARITY)
+def test_adapters_train_alike_in_every_layout(ranks: RankPool, layout: str, config: LoraConfig,
+                                              model: str) -> None:
+    case = Case(layout, LAYOUTS[layout], model)
+    one = alone(config, model)
+    difference = compare(ranks.run(case.layout.world, train_adapters, case, config), one)
+    assert difference.good, difference
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recompute_changes_nothing(mode: Any) -> None:
+    recompute = Recompute(mode, parts=("attention", "mlp"))
+    again = train_adapters(Case("recompute", Layout(), recompute=recompute), DORA)
+    one = alone(DORA, "tied")
+    assert again.losses == one.losses and again.norms == one.norms
+
+
+def test_every_adapter_moves() -> None:
+    spread = apply(decoder(MODELS["tied"](), DORA), Mesh.single())
+    before = random_adapters(spread)
+    after = {name: part for name, ((_, part),) in alone(DORA, "tied").parts.items()}
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+# ---- exactness, starting, switching off
+
+def facts_of(layout: Layout, model: str, config: LoraConfig) -> dict[str, Tensor]:
+    """Log-probabilities at the start, with changed adapters, and with those off."""
+    spec = MODELS[model]()
+    mesh = Mesh(layout) if layout.world > 1 else Mesh.single()
+    sequences = [[i * 5 % spec.vocab_size for i in range(17)], [3, 1, 4, 1, 5, 9, 2]]
+    targets = torch.tensor([*sequences[0][1:], -100, *sequences[1][1:], -100])
+    plain, spread = (apply(decoder(spec, c), mesh) for c in (None, config))
+    score = partial(torch.no_grad()(lambda s: s.forward(Batch.of(sequences), targets)))
+    plain.initialise(seed=1)
+    spread.initialise(seed=1)
+    init_adapters(spread, config)
+    found = {"plain": score(plain), "start": score(spread)}
+    found |= {name: p.detach().clone() for name, (p, shard) in spread.local.items()
+              if name.endswith("layers.0.attn.qkv.adapter.q_proj.lora_a")}
+    if layout.zero < 3:
+        spread.fill(random_adapters(spread))
+        found["changed"] = score(spread)
+    with adapters_off(spread.model):
+        found["off"] = score(spread)
+    if layout.zero < 3:
+        assert torch.equal(score(spread), found["changed"])
+    return found
+
+
+@pytest.mark.parametrize("config", [LORA, DORA], ids=["lora", "dora"])
+def test_adapters_start_as_nothing_and_go_off_without_a_trace(config: LoraConfig) -> None:
+    found = facts_of(Layout(), "tied", config)
+    assert torch.equal(found["start"], found["plain"])
+    assert torch.equal(found["off"], found["plain"])
+    assert (found["changed"] - found["plain"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("layout", "model"), [
+    (Layout(tp=2, sequence_parallel=False), "tied"), (Layout(tp=4, sequence_parallel=False),
+                                                      "everything"), (Layout(tp=2), "tied")])
+def test_the_forward_has_the_bits_of_one_rank(ranks: RankPool, layout: Layout, model: str) -> None:
+    one = facts_of(Layout(), model, DORA)
+    for found in ranks.run(layout.world, facts_of, layout, model, DORA):
+        for name, value in one.items():
+            assert torch.equal(found[name], value), name
+
+
+def test_adapters_start_alike_under_zero3(ranks: RankPool) -> None:
+    one = facts_of(Layout(), "tied", DORA)
+    found = ranks.run(2, facts_of, Layout(dp=2, zero=3), "tied", DORA)
+    (name,) = [name for name in one if name.endswith("lora_a")]
+    assert torch.equal(torch.cat([f[name] for f in found]), one[name])
+    assert all(torch.equal(f["start"], one["start"]) for f in found)
+
+
+def test_a_starts_as_in_peft() -> None:
+    """Uniform within sqrt(6 / ((1 + 5) K)), B zero, magnitudes the norms of rows."""
+    spec = MODELS["untied"]()
+    spread = apply(decoder(spec, DORA), Mesh.single())
+    spread.initialise(seed=1)
+    init_adapters(spread, DORA)
+    tensors = {name: p for name, (p, _) in spread.local.items()}
+    a = torch.cat([p.flatten() for name, p in tensors.items()
+                   if name.endswith("lora_a") and p.shape[1] == 32])
+    assert 0.99 < a.abs().max() * 32 ** 0.5 <= 1.0 and abs(a.mean()) < 0.01
+    assert all(not p.any() for name, p in tensors.items() if name.endswith("lora_b"))
+    up = tensors["layers.0.mlp.gate_up.weight"][spec.ffn_size:]
+    torch.testing.assert_close(tensors["layers.0.mlp.gate_up.adapter.up_proj.magnitude"],
+                               up.norm(dim=1))
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+def test_owned_boxes_cover_every_adapter_once(degree: int) -> None:
+    for name in ("tied", "everything"):
+        spec = MODELS[name]()
+        try:
+            parts = split_model(spec, degree)
+        except ValueError:
+            continue
+        model = decoder(spec, DORA)
+        every = [placements(model, part, rank) for rank, part in enumerate(parts)]
+        for parameter in random_adapters(apply(model, Mesh.single())):
+            boxes = [box for shards in every for box, own in
+                     zip(shards[parameter].boxes, shards[parameter].owned, strict=True) if own]
+            assert covers(every[0][parameter].shape, boxes), parameter
+
+
+def test_an_initialised_decoder_takes_adapters_too() -> None:
+    """Without ranks: a model in memory, adapters added and loaded by name."""
+    spec = MODELS["tied"]()
+    model = init_weights(Decoder(spec), 1)
+    batch = Batch.of([[1, 2, 3]])
+    before = model(batch).detach()
+    add_adapters(model, LORA)
+    spread = apply(decoder(spec, LORA), Mesh.single())
+    model.load_state_dict(random_adapters(spread), strict=False)
+    assert not torch.equal(model(batch), before)
+    with adapters_off(model):
+        assert torch.equal(model(batch), before)
+    with pytest.raises(ValueError, match="has adapters already"):
+        add_adapters(model, LORA)
+
+
+# ---- what cannot be
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rank": 0}, "rank is 0"), ({"alpha": 0.0}, "alpha is 0.0"),
+    ({"targets": ()}, "must be some of qkv, out"), ({"targets": ("query",)}, "query"),
+    ({"dropout": 0.1}, "without dropout")])
+def test_a_wrong_config_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**settings)
+
+
+def test_a_config_is_a_table_of_a_job() -> None:
+    config = LoraConfig(8, 16.0, ("qkv", "down_proj"), dora=True)
+    assert build(LoraConfig, dump(config)) == config
+    assert config.projections == ("q_proj", "k_proj", "v_proj", "down_proj")
+    assert LoraConfig(4, 8.0).scale == 2.0 and LoraConfig(4, 8.0, rslora=True).scale == 4.0
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'"), ({"bias": "all"}, "adapts matrices only"),
+    ({"init_lora_weights": "pissa"}, "pissa"), ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 4}, "ask for"),
+    ({"use_dora": True}, "magnitude .* is missing"), ({"r": "many"}, "no usable adapter")])
+def test_a_folder_that_asks_for_more_is_refused(tmp_path: Path, change: dict[str, Any],
+                                                message: str) -> None:
+    _, folder = trained_by_peft("rslora q v", tmp_path)
+    raw = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(raw | change))
+    with pytest.raises(WeightsError, match=message):
+        read_peft(folder, open_model(tmp_path / "base").spec)
+
+
+def test_a_folder_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    _, folder = trained_by_peft("rslora q v", tmp_path)
+    spec = open_model(tmp_path / "base").spec
+    tensors = load_file(folder / WEIGHTS)
+    first = next(iter(tensors))
+    save_file({**tensors, "base_model.model.lm_head.lora_A.weight": tensors[first].clone()},
+              folder / WEIGHTS)
+    with pytest.raises(WeightsError, match="lm_head.*not a tensor of an adapter"):
+        read_peft(folder, spec)
+    save_file({key: value for key, value in tensors.items() if key != first}, folder / WEIGHTS)
+    with pytest.raises(WeightsError, match="is missing"):
+        read_peft(folder, spec)
+    (folder / WEIGHTS).write_bytes(b"nothing")
+    with pytest.raises(WeightsError, match="damaged"):
+        read_peft(folder, spec)
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    with pytest.raises(WeightsError, match="pickle"):
+        read_peft(folder, spec)
+    with pytest.raises(WeightsError, match="is no adapter folder"):
+        read_peft(tmp_path / "base", spec)
+    with pytest.raises(WeightsError, match="already exists"):
+        write_peft(folder, spec, LORA, {})
+    with pytest.raises(WeightsError, match="not a whole adapter"):
+        write_peft(tmp_path / "new", spec, LORA, {})
