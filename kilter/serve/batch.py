@@ -111,7 +111,7 @@ async def run_batch(source: Path, output: Path, answer: Answer, *, concurrency: 
         _lock(file, output)
         summary = Summary()
         done = _kept(file, partial, ids, summary)
-        todo = (line for line in _lines(source, loaded) if True)
+        todo = (line for line in _lines(source, loaded) if line.id not in done)
         progress(len(done), len(ids))
 
         async def work() -> None:

@@ -27,7 +27,6 @@ from kilter.serve.answer import Answer, Delta, Embedding, FinishReason, Pooling,
 from kilter.serve.engine_config import EngineConfig
 from kilter.serve.executor import Chunk, Executor
 from kilter.serve.grammar import Grammar, GrammarCompiler
-from kilter.serve.pages import PagePool
 from kilter.serve.params import SamplingParams
 from kilter.serve.radix import RadixTree
 from kilter.serve.request import Request, Status
@@ -35,7 +34,6 @@ from kilter.serve.sampler import Choice, SamplingError, SamplingState, choose
 from kilter.serve.scheduler import Scheduler
 from kilter.serve.snapshot import Snapshot, snapshot
 from kilter.serve.stats import EngineStats, StepMeter
-from kilter.serve.update import take_weights
 from kilter.tokens import Detokenizer, StopChecker, Tokenizer
 from kilter.weights.bridge import ModelSource
 from kilter.weights.load import Storage
@@ -52,17 +50,15 @@ class Engine:
         ValueError: for sizes that do not go together.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, config: EngineConfig | None = None
-                 ) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, config: EngineConfig | None = None,
+                 executor: Executor | None = None) -> None:
+        """``executor``: another way to run the model, with its own pages; default one here."""
         self.config = config = config or EngineConfig()
         self.model = model
         self.tokenizer = tokenizer
-        pool = PagePool(model.spec, -(-config.kv_tokens // config.page_size), config.page_size,
-                        model.kv_dtype, model.norm.weight.device)
-        capacity = min(model.max_positions, pool.num_pages * pool.page_size)
-        self.max_context = min(config.max_context or capacity, capacity)
-        self.executor = Executor(model, pool, self.max_context)
-        self.tree = RadixTree(pool)
+        self.executor = executor or Executor.of(model, config)
+        self.max_context = self.executor.max_context
+        self.tree = RadixTree(self.executor.pool)
         self.scheduler = Scheduler(self.tree, config.scheduler)
         self.weights_version = 0
         self.eos_token_ids = (*dict.fromkeys([*tokenizer.eos_token_ids, *config.eos_token_ids]),)
@@ -227,6 +223,10 @@ class Engine:
         """
         return snapshot(self.scheduler, self._answers, self._meter.last_batch, limit)
 
+    def close(self) -> None:
+        """Ends the other ranks of an engine that has some; it can do nothing afterwards."""
+        self.executor.close()
+
     # ---- weights and cache ----
 
     def flush_cache(self) -> None:
@@ -253,8 +253,7 @@ class Engine:
         """
         if in_flight not in ("restart", "continue", "abort"):
             raise ValueError(f"in_flight is {in_flight!r} but must be restart, continue or abort.")
-        take_weights(self.model, weights, storage)
-        self.executor.weights_changed()
+        self.executor.take_weights(weights, storage)
         self.weights_version += 1
         self.tree.reset()
         for answer in list(self._answers.values()):

@@ -25,6 +25,15 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
+    @property
+    def num_pages(self) -> int:
+        return -(-self.kv_tokens // self.page_size)
+
+    def context_of(self, max_positions: int) -> int:
+        """The longest prompt plus answer of a model with so many positions, tokens."""
+        capacity = min(max_positions, self.num_pages * self.page_size)
+        return min(self.max_context or capacity, capacity)
+
     def __post_init__(self) -> None:
         problems = []
         if not 1 <= self.page_size <= 64:

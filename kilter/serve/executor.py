@@ -8,7 +8,7 @@ one call (see `kilter.ops.cpu.tape`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilter.models.attention import Attention
 from kilter.models.batch import Batch, KVView
 from kilter.models.decoder import Decoder
+from kilter.models.spec import ModelSpec
 from kilter.ops.packed import PackedWeight
+from kilter.serve.engine_config import EngineConfig
 from kilter.serve.pages import PagePool
 from kilter.serve.request import Request
+from kilter.serve.update import take_weights
+from kilter.weights.bridge import ModelSource
+from kilter.weights.load import Storage
 
 _RECORDED_SEQS = 32  # past this Python's share of a step is small and the buffers would be large
 _RECORDED_SIZES = 8  # recordings kept at a time; each holds a step's activations
@@ -67,6 +73,13 @@ class Executor:
         self.max_context = max_context
         self.device = pool.keys[0].device
         self._recorded: dict[int, _RecordedDecode] = {}
+
+    @classmethod
+    def of(cls, model: Decoder, config: EngineConfig) -> Executor:
+        """With a pool of the sizes that an engine's configuration says."""
+        pool = PagePool(local_spec(model), config.num_pages, config.page_size, model.kv_dtype,
+                        model.norm.weight.device)
+        return cls(model, pool, config.context_of(model.max_positions))
 
     @torch.inference_mode()
     def run(self, work: Sequence[Chunk]) -> Tensor:
@@ -141,9 +154,14 @@ class Executor:
             hidden_TD = hidden_TD[self._put(inputs.rows_N)]
         return self.model.logits(hidden_TD)
 
-    def weights_changed(self) -> None:
-        """Forgets recordings, which point at the old weights."""
-        self._recorded.clear()
+    def close(self) -> None:
+        """Lets go of what is beside this process; there is nothing, but over several ranks."""
+
+    def take_weights(self, weights: ModelSource | Mapping[str, Tensor], storage: Storage) -> None:
+        """Puts other weights of the same architecture into the model. Raises as `take_weights`;
+        nothing was changed then."""
+        take_weights(self.model, weights, storage)
+        self._recorded.clear()  # recordings point at the old weights
 
     @property
     def _can_record(self) -> bool:
@@ -164,6 +182,11 @@ class Executor:
         logits = recorded.run(requests)
         self._recorded[count] = recorded  # not before: a failed recording is of no use
         return logits
+
+
+def local_spec(model: Decoder) -> ModelSpec:
+    """The facts of the part of a model that is here: under tensor parallelism, of fewer heads."""
+    return next(m.spec for m in model.modules() if isinstance(m, Attention))
 
 
 class _RecordedDecode:

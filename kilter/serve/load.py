@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +21,8 @@ _DEFAULT_CONTEXT = 8192  # tokens; longer contexts are asked for, since their ca
 def load_engine(path: Path, *, storage: Storage = "auto", device: str = "cpu", exact: bool = True,
                 kv_dtype: torch.dtype = torch.float32, context: int | None = None,
                 kv_tokens: int | None = None, page_size: int = 16, max_running: int = 64,
-                policy: Policy = "fcfs", progress: Callable[[int, int], None] | None = None
-                ) -> Engine:
+                policy: Policy = "fcfs", tensor_parallel: int = 1, threads: int | None = None,
+                progress: Callable[[int, int], None] | None = None) -> Engine:
     """Opens, checks and loads a model and its tokenizer.
 
     Args:
@@ -29,6 +30,8 @@ def load_engine(path: Path, *, storage: Storage = "auto", device: str = "cpu", e
         context: longest prompt plus answer, tokens; default the model's, at most 8192.
         kv_tokens: tokens the KV cache holds over all requests; default four contexts, fewer if
             fewer requests may run.
+        tensor_parallel: processes of this machine that the model is spread over.
+        threads: CPU threads of each of them; default an equal share of the cores.
         progress: called with (tensors done, tensors in all).
 
     Raises:
@@ -46,6 +49,13 @@ def load_engine(path: Path, *, storage: Storage = "auto", device: str = "cpu", e
         kv_tokens=kv_tokens or context * min(max_running, 4), page_size=page_size,
         max_context=context, eos_token_ids=source.eos_token_ids,
         scheduler=SchedulerConfig(max_running=max_running, policy=policy))
+    if tensor_parallel > 1:
+        from kilter.serve.tensor_launch import TensorOptions, start_tensor_engine
+
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // tensor_parallel)
+        options = TensorOptions(tensor_parallel, storage, device, exact,
+                                str(kv_dtype).removeprefix("torch."), context, threads)
+        return start_tensor_engine(source, options, config, progress=progress)
     tokenizer = open_tokenizer(source)
     model = load_decoder(source, storage=storage, device=device, exact=exact, kv_dtype=kv_dtype,
                          max_positions=context, progress=progress)

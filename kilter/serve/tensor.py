@@ -10,7 +10,6 @@ radix tree needs to know of no rank. On the exact path the bits are those of one
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +24,6 @@ from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_gather_rows, broadcast
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
-from kilter.models.attention import Attention
 from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.ops.logprob import vocab_chunk
@@ -34,13 +32,14 @@ from kilter.parallel.heads import vocab_chunks
 from kilter.parallel.load import read_shard
 from kilter.parallel.shards import Shard
 from kilter.parallel.tensor import apply_tensor
-from kilter.serve.executor import Executor, Inputs
+from kilter.serve.engine_config import EngineConfig
+from kilter.serve.executor import Executor, Inputs, local_spec
 from kilter.serve.pages import PagePool
 from kilter.serve.update import check_same_model
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.load import Storage, check_storage, put_weight
 
-_STOP, _STEP, _WEIGHTS = 0, 1, 2
+_STOP, _STEP, _COPY, _WEIGHTS = range(4)
 _ARRAYS = ("tokens_T", "positions_T", "cu_seqlens_S1", "context_S", "slots_T", "page_table_SP",
            "rows_N")
 _IDLE = timedelta(days=365)  # how long followers wait for a step
@@ -55,13 +54,18 @@ class Ranks:
     device: torch.device
 
 
-def join(degree: int, rank: int, port: int, device: str = "cpu") -> Ranks:
+def join(degree: int, rank: int, store: dist.Store, device: str = "cpu") -> Ranks:
     """Makes this process rank ``rank`` of ``degree`` on this machine; all have to call it."""
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=degree,
-                            init_method=f"tcp://127.0.0.1:{port}", timeout=_IDLE)
+                            store=store, timeout=_IDLE)
+    return ranks_of(degree, rank, kind)
+
+
+def ranks_of(degree: int, rank: int, kind: str = "cpu") -> Ranks:
+    """The default process group as tensor-parallel ranks."""
     mesh = Mesh(Layout(tp=degree, sequence_parallel=False), kind)
     return Ranks(mesh, mesh.axis("tp"), torch.device(kind, rank) if kind == "cuda"
                  else torch.device("cpu"))
@@ -88,19 +92,28 @@ def load_part(source: ModelSource, ranks: Ranks, *, storage: Storage = "auto", e
     return model.eval(), shards
 
 
-def local_spec(model: Decoder) -> ModelSpec:
-    """The facts of the part of a model that this rank has: its own numbers of heads."""
-    attention = next(m for m in model.modules() if isinstance(m, Attention))
-    return attention.spec
+class _LeadingPool(PagePool):
+    """Rank 0's pages: the others copy theirs with it."""
+
+    ranks: Ranks
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        _send(self.ranks, _COPY, [source, target, tokens], [])
+        super().copy_page(source, target, tokens)
 
 
 class TensorExecutor(Executor):
     """Rank 0's executor: the others compute every step with it."""
 
-    def __init__(self, model: Decoder, pool: PagePool, max_context: int, ranks: Ranks,
+    def __init__(self, model: Decoder, config: EngineConfig, ranks: Ranks,
                  shards: Mapping[str, Shard]) -> None:
-        super().__init__(model, pool, max_context)
+        pool = _LeadingPool(local_spec(model), config.num_pages, config.page_size, model.kv_dtype,
+                            ranks.device)
+        pool.ranks = ranks
+        super().__init__(model, pool, config.context_of(model.max_positions))
         self._ranks, self._shards = ranks, shards
+        self._closed = False
+        self.on_close: Callable[[], None] = lambda: None
 
     def hidden(self, inputs: Inputs) -> Tensor:
         _send(self._ranks, _STEP, *_pack(inputs))
@@ -124,7 +137,11 @@ class TensorExecutor(Executor):
         _reload(self.model, self._shards, weights, storage, self._ranks)
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Ends the other ranks; once."""
+        if self._closed:
+            return
+        self._closed = True
+        self.on_close()
         _send(self._ranks, _STOP, [], [])
         dist.destroy_process_group()
 
@@ -133,16 +150,19 @@ class TensorExecutor(Executor):
         return False  # a recording holds kernels, and here the ranks talk between them
 
 
-def follow(model: Decoder, pool: PagePool, max_context: int, ranks: Ranks,
-           shards: Mapping[str, Shard]) -> None:
-    """The life of any other rank: computes what rank 0 says until that ends."""
-    executor = Executor(model, pool, max_context)
+def follow(model: Decoder, config: EngineConfig, ranks: Ranks, shards: Mapping[str, Shard]
+           ) -> None:
+    """The life of any other rank: does what rank 0 says until that ends. The configuration is
+    rank 0's."""
+    executor = Executor.of(model, config)
     while True:
         command, sizes, values = _receive(ranks)
         if command == _STEP:
             inputs = _unpack(sizes, values)
             local = executor.logits(executor.hidden(inputs), inputs)
             _gathered(local, model.spec, ranks.axis)
+        elif command == _COPY:
+            executor.pool.copy_page(*sizes[:3])
         elif command == _WEIGHTS:
             storage, _, path = values.astype(np.uint8).tobytes().decode().partition("\n")
             _reload(model, shards, open_model(Path(path)), storage, ranks)  # type: ignore[arg-type]
@@ -211,8 +231,3 @@ def _receive(ranks: Ranks) -> tuple[int, list[int], np.ndarray]:
     if count:
         broadcast(values, ranks.axis)
     return command, sizes, values.cpu().numpy()
-
-
-def threads_per_rank(degree: int) -> int:
-    """Kernel threads a rank of this machine should use."""
-    return max(1, len(os.sched_getaffinity(0)) // degree)

@@ -154,7 +154,8 @@ class Tokenizer:
         """
         backend = self._backend if parse_special else self._literal_backend
         _check_well_formed(text)
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text without added special tokens, and the characters [begin, end) of it

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import barrier
 from kilter.parallel.shards import Shard
+
+# DCP says so each time; that one process is alone is how we asked for it.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 _NAME = re.compile(r"step-(\d+)")
 _FACTS = "trainer.json"

@@ -30,7 +30,11 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--context", type=int, metavar="TOKENS",
                        help="longest prompt plus answer (default: the model's, at most 8192)")
     group.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    group.add_argument("--threads", type=int, metavar="N",
+                       help="CPU threads, of each rank if there are several (default: all cores)")
+    group.add_argument("--tp", type=int, default=1, metavar="N",
+                       help="spread the model over N processes of this machine (tensor "
+                            "parallelism); on the exact path with the same bits (default: 1)")
     group.add_argument("--fast", action="store_true",
                        help="torch's own kernels in place of the exact ones: a token's bits may "
                             "then depend on its batch (on a CPU this is usually slower)")
@@ -101,8 +105,11 @@ def load(args: argparse.Namespace, max_running: int, *, kv_tokens: int | None = 
         raise ValueError(f"--device is {args.device}, but torch sees no CUDA device here; use "
                          f"--device cpu.")
     kv_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.kv]
+    if args.tp < 1:
+        raise ValueError(f"--tp is {args.tp}, but must be at least 1.")
     path = resolve(args.model)
     with progress("Loading weights") as advance:
         return load_engine(path, storage=args.weights, device=args.device, exact=not args.fast,
                            kv_dtype=kv_dtype, context=args.context, kv_tokens=kv_tokens,
-                           max_running=max_running, policy=policy, progress=advance)
+                           max_running=max_running, policy=policy, tensor_parallel=args.tp,
+                           threads=args.threads, progress=advance)

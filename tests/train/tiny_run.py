@@ -61,6 +61,14 @@ def run_rank(job: Mapping[str, Any]) -> Ending:
     return train(made, open_inputs(made), Mesh(made.layout, "cpu", alone=not dist.is_initialized()))
 
 
+def write_job(folder: Path, **changes: Any) -> Path:
+    """The job as a file."""
+    path = folder / "job.toml"
+    path.write_text("".join(f"{key} = {_toml(value)}\n"
+                            for key, value in job_table(folder, **changes).items()))
+    return path
+
+
 @contextmanager
 def new_run(job: TrainJob) -> Iterator[Run]:
     """A run that was made and restored, and has not stepped yet."""
@@ -109,6 +117,14 @@ def _merged(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
             out[key] = _merged(old, value) if isinstance(old, dict) and isinstance(
                 value, dict) and key != "config" else value
     return out
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(v)}' for key, v in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kilter.server")
 
 _LISTED = 5  # problems that one message names
+_LONGEST = 2000  # characters of a message: it may quote what was sent, but not all of it
 # Type and code by status, where an error does not bring its own.
 _KINDS: dict[int, tuple[str, str | None]] = {
     400: ("invalid_request_error", None),
@@ -64,6 +65,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None,
                  code: str | None = None, type: str | None = None,
                  headers: Mapping[str, str] | None = None) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]} …"
         super().__init__(message)
         kind, default = _KINDS.get(status, _KINDS[400 if status < 500 else 500])
         self.status = status

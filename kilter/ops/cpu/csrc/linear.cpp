@@ -41,7 +41,7 @@ constexpr long round_up(long n, long m) { return (n + m - 1) / m * m; }
 
 constexpr int kBlock = 4;          // panels in a block
 constexpr int kWidth = kBlock * 16;
-constexpr long kRowBlock = 192;    // most rows of a block: its sums stay in L2
+constexpr long kRowBlock = 96;     // most rows of a block: they and their sums stay in L2
 constexpr long kSegment = 1 << 20;  // fp32 weights widened for all rows: they stay in L3
 #if KT_AVX512
 constexpr long kDepth = 128;       // stretch of k: four panels of it are 32 KB
@@ -209,11 +209,11 @@ class Linear {
     const long depth = w.k / a.splits, k0 = part * depth, k1 = k0 + depth;
     const long stretches = std::max(1L, (depth + kDepth - 1) / kDepth);
     const long stretch = std::max(8L, round_up((depth + stretches - 1) / stretches, 8));
-    for (int b = 0; b < block.count; b += kWidePanels) {
-      const int used = std::min(kWidePanels, block.count - b);
-      const bool last = b + kWidePanels >= block.count;
-      for (long k = k0; k == k0 || k < k1; k += stretch) {
-        const long end = std::min(k + stretch, k1), steps = tiles * (end - k);
+    for (long k = k0; k == k0 || k < k1; k += stretch) {
+      const long end = std::min(k + stretch, k1), steps = tiles * (end - k);
+      for (int b = 0; b < block.count; b += kWidePanels) {
+        const int used = std::min(kWidePanels, block.count - b);
+        const bool last = b + kWidePanels >= block.count;
         const bool ready = last && end == k1 && part + 1 == a.splits;
         const uint8_t* panels[kWidePanels];
         for (int p = 0; p < kWidePanels; ++p) {
@@ -222,9 +222,9 @@ class Linear {
           panels[p] = (const uint8_t*)(whole ? whole + k * 16 : wide[p]);
           if (!whole && p < used) widen(w, panel, k, end, wide[p]);
         }
-        Ahead ahead = end < k1 ? fetch(&block, b, kWidePanels, end, end + stretch, steps)
-                      : last   ? fetch(following, 0, kWidePanels, k0, k0 + stretch, steps)
-                               : fetch(&block, b + used, kWidePanels, k0, k0 + stretch, steps);
+        Ahead ahead = !last      ? fetch(&block, b + used, kWidePanels, k, end, steps)
+                      : end < k1 ? fetch(&block, 0, kWidePanels, end, end + stretch, steps)
+                                 : fetch(following, 0, kWidePanels, k0, k0 + stretch, steps);
         for (long t = 0; t < tiles; ++t) {
           const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
           float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
