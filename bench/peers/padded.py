@@ -38,7 +38,7 @@ class Batcher:
 
     def __init__(self, folder: Path, batch: int) -> None:
         transformers.logging.set_verbosity_error()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.generation_config = transformers.GenerationConfig(pad_token_id=0)
         self.batch = batch

@@ -18,7 +18,7 @@ from kilter.ops.cpu.library import Kernel, available
 from kilter.ops.dispatch import watched
 from kilter.ops.rope import KV_TYPES
 
-_BACKWARD_ROWS = 256  # query tokens whose scores the backward pass holds at a time
+_BACKWARD_ROWS = 256  # query tokens whose scores the pure-torch backward pass holds at a time
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -30,7 +30,16 @@ class _AttentionArgs(ctypes.Structure):
                 ("scale", ctypes.c_float), ("kv_type", ctypes.c_int32)]
 
 
+class _AttentionGradArgs(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in
+                  ("q", "k", "v", "out", "dout", "lse", "cu_seqlens", "dq", "dk", "dv")),
+                *((name, ctypes.c_int64) for name in
+                  ("tokens", "seqs", "heads", "groups", "dim", "window")),
+                ("scale", ctypes.c_float)]
+
+
 _kernel = Kernel("kt_attention", _AttentionArgs)
+_grad_kernel = Kernel("kt_attention_grad", _AttentionGradArgs)
 
 
 def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor, *,
@@ -176,6 +185,18 @@ _attention_op.register_autograd(_backward, setup_context=_save)
 def _attention_backward_op(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, out: Tensor,
                            lse: Tensor, scale: float,
                            window: int) -> tuple[Tensor, Tensor, Tensor]:
+    if q.is_cuda or not available():
+        return _backward_in_torch(grad, q, k, v, cu, out, lse, scale, window)
+    dtype, grad, k, v = k.dtype, grad.contiguous(), k.float(), v.float()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    tensors = (q, k, v, out, grad, lse, cu, dq, dk, dv)
+    _grad_kernel.call(*(x.data_ptr() for x in tensors), q.shape[0], cu.shape[0] - 1, q.shape[1],
+                      k.shape[1], q.shape[2], window, scale, keep=tensors)
+    return dq, dk.to(dtype), dv.to(dtype)
+
+
+def _backward_in_torch(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, out: Tensor,
+                       lse: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """With P = exp(S - lse) and D = rowsum(dO * O): dV = P' dO, dS = P (dO V' - D), dQ = scale
     dS K, dK = scale dS' Q (arXiv 2205.14135), some query rows at a time."""
     heads, dim, groups = q.shape[1], q.shape[2], k.shape[1]

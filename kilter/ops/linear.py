@@ -261,8 +261,10 @@ def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     x, weight = ctx.saved_tensors
     grad = grad.contiguous()
     dx = dw = db = None
+    # A gradient needs the same bits only in the same run, which the library's products have too.
     if ctx.needs_input_grad[0]:
-        dx = linear_grad_input(grad, _weight(weight, ctx.facts))
+        dx = (grad @ weight if weight.dtype == torch.float32
+              else linear_grad_input(grad, _weight(weight, ctx.facts)))
     if ctx.needs_input_grad[1]:
         dw = (grad.t() @ x).to(weight.dtype)
     if ctx.needs_input_grad[2]:

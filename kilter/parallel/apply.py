@@ -130,7 +130,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
     zero = layout.zero if axis.size > 1 else 0
     if zero == 3:
         _fully_shard(scorer, mesh)
-    model.to_empty(device=device)
+    scorer.to_empty(device=device)
     every = dict(model.named_parameters())
     trained = {name: p for name, p in every.items() if p.requires_grad}
     data: DataParallel
@@ -180,6 +180,14 @@ def _fully_shard(scorer: TokenLogprobs, mesh: Mesh) -> None:
         fully_shard(module, mesh=device_mesh)
         module.set_gradient_divide_factor(1.0)  # sums, not means
         module.set_force_sum_reduction_for_comms(True)
+    scorer.register_forward_hook(_reshard)
+
+
+def _reshard(scorer: nn.Module, *_: object) -> None:
+    """FSDP keeps the root's parameters whole for backward. Where none comes, they would stay, and
+    weights that are then put into the rows would not be seen."""
+    if not torch.is_grad_enabled():
+        scorer.reshard()  # type: ignore[operator]
 
 
 def kv_sharers(spec: ModelSpec, mesh: Mesh) -> Axis:

@@ -167,6 +167,7 @@ class ShardedStates:
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
         if self._zero == 1 and not self._last:
             return
+        self._settle(left=1)
         lengths = self._lengths(bucket)
         flat = torch.zeros(self._axis.size, max(lengths), device=bucket[0].device)
         for r, line in enumerate(flat):
@@ -185,9 +186,11 @@ class ShardedStates:
         work = _reduce_scatter(mine, flat.view(-1), group=self._axis.members, async_op=True)
         self._sent.append((bucket, mine, flat, work))
 
-    def _settle(self) -> None:
-        """Adds what has arrived to the gradients of the rows."""
-        for bucket, mine, _, work in self._sent:
+    def _settle(self, left: int = 0) -> None:
+        """Adds what has arrived to the gradients of the rows, until only so many buckets are on
+        their way: each holds its whole gradients as long as it is."""
+        while len(self._sent) > left:
+            bucket, mine, _, work = self._sent.pop(0)
             if work is not None:
                 work.wait()
             at = 0
@@ -196,7 +199,6 @@ class ShardedStates:
                 part = mine[at:at + held.numel()].view_as(held)
                 held.grad = part.clone() if held.grad is None else held.grad.add_(part)
                 at += held.numel()
-        self._sent.clear()
 
 
 class FullyShardedStates:
@@ -226,8 +228,6 @@ class FullyShardedStates:
 
     def finish(self) -> None:
         for parameter, held in zip(self._sharded, self.held, strict=True):
-            # FSDP may have moved uneven shards into padded memory at its first forward.
-            held.tensor.data = parameter.to_local().detach()  # type: ignore[attr-defined]
             grad = parameter.grad
             held.tensor.grad = (torch.zeros_like(held.tensor) if grad is None
                                 else grad.to_local())  # type: ignore[attr-defined]

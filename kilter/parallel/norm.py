@@ -17,7 +17,7 @@ def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0) -> floa
     """Norm of the whole model's gradient, the same number on every rank.
 
     Every element counts once: of ranks that hold the same one, its owner counts it. One all-reduce
-    over all ranks, in double.
+    over all ranks, in double. NaN anywhere makes it NaN or infinite.
 
     Args:
         order: p of the p-norm, ``inf`` too.
@@ -29,6 +29,7 @@ def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0) -> floa
     if math.isinf(order):
         for part in parts:
             total = torch.maximum(total, part.abs().max().double())
+        total.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may drop NaN
     else:
         for part in parts:
             total += torch.linalg.vector_norm(part, order, dtype=torch.float64) ** order

@@ -19,6 +19,7 @@ from kilter.tokens import Detokenizer, StopChecker
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
+STEP_FAILED = "The step this request was in failed."  # a `Delta.error` that is no request's fault
 
 
 @dataclass(frozen=True)

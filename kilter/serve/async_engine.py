@@ -112,8 +112,8 @@ class AsyncEngine:
         """
         return await asyncio.wrap_future(self._post(function))
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams, *, coalesce: bool = False,
-               **options: Any) -> AsyncGenerator[Delta, None]:
+    async def stream(self, prompt: Sequence[int], params: SamplingParams, *,
+                     coalesce: bool = False, **options: Any) -> AsyncGenerator[Delta, None]:
         """A request's deltas until the last answer has ended.
 
         Args:
@@ -125,6 +125,17 @@ class AsyncEngine:
             ValueError: as `Engine.submit` does, before the first delta.
             EngineStopped: if the engine stops or has stopped.
         """
+        async with contextlib.aclosing(
+                self.stream_steps(prompt, params, coalesce=coalesce, **options)) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    yield delta
+
+    def stream_steps(self, prompt: Sequence[int], params: SamplingParams, *,
+                     coalesce: bool = False, **options: Any
+                     ) -> AsyncGenerator[list[Delta], None]:
+        """As `stream`, but all deltas that have come at a time: those of one step, or of several
+        if the listener was slower."""
         return self._listen(lambda engine: engine.submit(prompt, params, **options),
                             params.best_of or params.n, coalesce)
 
@@ -137,8 +148,8 @@ class AsyncEngine:
             EngineStopped: if the engine stops or has stopped.
         """
         async with contextlib.aclosing(self._listen(
-                lambda engine: engine.submit_embedding(prompt, **options))) as deltas:
-            delta = await anext(deltas)
+                lambda engine: engine.submit_embedding(prompt, **options))) as steps:
+            [delta] = await anext(steps)
         if delta.embedding is None:
             raise EngineFailed(delta.error or "The embedding was ended before it was done.")
         return delta.embedding
@@ -146,7 +157,7 @@ class AsyncEngine:
     # ---- requests ----
 
     async def _listen(self, submit: Callable[[Engine], int], answers: int = 1,
-                      coalesce: bool = False) -> AsyncGenerator[Delta, None]:
+                      coalesce: bool = False) -> AsyncGenerator[list[Delta], None]:
         """What the engine says of a request; leaving aborts it."""
         listener = _Listener(asyncio.get_running_loop(), answers, coalesce)
 
@@ -158,9 +169,9 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(posted)
             while listener.open:
-                for delta in await listener.take():
-                    listener.open -= delta.finish_reason is not None
-                    yield delta
+                deltas = await listener.take()
+                listener.open -= sum(delta.finish_reason is not None for delta in deltas)
+                yield deltas
         finally:
             if listener.open:
                 self._post(lambda engine: self._leave(engine, listener))

@@ -185,7 +185,7 @@ def _parse(number: int, raw: bytes, loaded: str) -> _Line:
     digest = hashlib.sha256(loaded.encode() + b"\0" + raw)
     custom_id = None
     try:
-        entry = parse_object(raw)
+        entry = parse_object(raw, "it")
         custom_id = _custom_id(entry)
         url, body = _request(entry)
     except (ApiError, ValueError) as error:

@@ -23,7 +23,7 @@ from typing import Literal
 from torch import Tensor
 
 from kilter.models.decoder import Decoder
-from kilter.serve.answer import Answer, Delta, Embedding, FinishReason, Pooling, Task
+from kilter.serve.answer import STEP_FAILED, Answer, Delta, Embedding, FinishReason, Pooling, Task
 from kilter.serve.engine_config import EngineConfig
 from kilter.serve.executor import Chunk, Executor
 from kilter.serve.grammar import Grammar, GrammarCompiler
@@ -389,7 +389,7 @@ class Engine:
             if (answer := self._answers.get(request)) is not None:
                 self._end(answer, keep=False)
                 self._pending.append(self._delta(answer, finish_reason="error",
-                                                 error="The step this request was in failed."))
+                                                 error=STEP_FAILED))
 
     def _delta(self, answer: Task, choices: tuple[Choice, ...] = (), text: str = "",
                finish_reason: FinishReason | None = None, error: str | None = None) -> Delta:

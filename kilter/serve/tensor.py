@@ -10,6 +10,7 @@ radix tree needs to know of no rank. On the exact path the bits are those of one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +28,11 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.ops.logprob import vocab_chunk
+from kilter.ops.packed import QuantTensor, pack
 from kilter.parallel.apply import kv_sharers
 from kilter.parallel.heads import vocab_chunks
 from kilter.parallel.load import read_shard
-from kilter.parallel.shards import Shard
+from kilter.parallel.shards import Box, Shard
 from kilter.parallel.tensor import apply_tensor
 from kilter.serve.engine_config import EngineConfig
 from kilter.serve.executor import Executor, Inputs, local_spec
@@ -42,6 +44,7 @@ from kilter.weights.load import Storage, check_storage, put_weight
 _STOP, _STEP, _COPY, _WEIGHTS = range(4)
 _ARRAYS = ("tokens_T", "positions_T", "cu_seqlens_S1", "context_S", "slots_T", "page_table_SP",
            "rows_N")
+_GROUP = 32  # columns that `pack` quantises together; groups of files are as many or half
 _IDLE = timedelta(days=365)  # how long followers wait for a step
 
 
@@ -67,8 +70,11 @@ def join(degree: int, rank: int, store: dist.Store, device: str = "cpu") -> Rank
 def ranks_of(degree: int, rank: int, kind: str = "cpu") -> Ranks:
     """The default process group as tensor-parallel ranks."""
     mesh = Mesh(Layout(tp=degree, sequence_parallel=False), kind)
-    return Ranks(mesh, mesh.axis("tp"), torch.device(kind, rank) if kind == "cuda"
-                 else torch.device("cpu"))
+    # The same ranks as the mesh's tp axis, but with the default group's timeout: a group that is
+    # made beside it gives up after torch's own, and an engine may have nothing to do for days.
+    world = mesh.axis("world")
+    return Ranks(mesh, Axis("tp", world.ranks, world.index, world.group),
+                 torch.device(kind, rank) if kind == "cuda" else torch.device("cpu"))
 
 
 def load_part(source: ModelSource, ranks: Ranks, *, storage: Storage = "auto", exact: bool = True,
@@ -86,10 +92,30 @@ def load_part(source: ModelSource, ranks: Ranks, *, storage: Storage = "auto", e
         model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, max_positions=max_positions)
     shards = apply_tensor(model, ranks.axis, kv_sharers(model.spec, ranks.mesh), sequence=False)
     for done, name in enumerate(shards):
-        put_weight(model, name, read_shard(source, name, shards[name]), storage, ranks.device)
+        _put_part(model, name, source, shards[name], storage, ranks.device)
         if progress is not None:
             progress(done + 1, len(shards))
     return model.eval(), shards
+
+
+def _put_part(model: Decoder, name: str, source: ModelSource, shard: Shard, storage: Storage,
+              device: torch.device) -> None:
+    """Stores this rank's part of a parameter as the numbers that one rank has there. Where
+    quantising takes groups of columns and the part begins or ends inside one, the whole groups are
+    quantised and the part of them is held in float32."""
+    box, (_, *columns) = shard.boxes[0], shard.shape
+    if storage in ("int8", "int4") and columns and box.size[1] < columns[0]:
+        start, stop = box.start[1], box.start[1] + box.size[1]
+        low, high = start - start % _GROUP, min(stop + -stop % _GROUP, columns[0])
+        if (low, high) != (start, stop):
+            wide = Box((box.start[0], low), (box.size[0], high - low))
+            weight = read_shard(source, name, Shard.of(shard.shape, [wide]))
+            if isinstance(weight, QuantTensor) and storage != f"int{weight.bits}":
+                weight = weight.dequantize()
+            values = pack(weight, storage).dequantize()[:, start - low:stop - low]
+            put_weight(model, name, values.contiguous(), "fp32", device)
+            return
+    put_weight(model, name, read_shard(source, name, shard), storage, device)
 
 
 class _LeadingPool(PagePool):
@@ -112,15 +138,18 @@ class TensorExecutor(Executor):
         pool.ranks = ranks
         super().__init__(model, pool, config.context_of(model.max_positions))
         self._ranks, self._shards = ranks, shards
+        self.together = True  # whether the other ranks wait for a command
         self._closed = False
-        self.on_close: Callable[[], None] = lambda: None
 
     def hidden(self, inputs: Inputs) -> Tensor:
+        self._part()
         _send(self._ranks, _STEP, *_pack(inputs))
         return super().hidden(inputs)
 
     def logits(self, hidden_TD: Tensor, inputs: Inputs) -> Tensor:
-        return _gathered(super().logits(hidden_TD, inputs), self.model.spec, self._ranks.axis)
+        logits_NV = _gathered(super().logits(hidden_TD, inputs), self.model.spec, self._ranks.axis)
+        self.together = True
+        return logits_NV
 
     def take_weights(self, weights: ModelSource | Mapping[str, Tensor], storage: Storage) -> None:
         if not isinstance(weights, ModelSource):
@@ -128,22 +157,34 @@ class TensorExecutor(Executor):
                              "GGUF file only, since each rank reads its own part.")
         check_same_model(self.model.spec, weights.spec)
         check_storage(storage, self.model.exact, self.device)
-        wrong = [name for name, shard in self._shards.items()
-                 if name not in weights.maps or weights.info(name).shape != shard.shape]
+        shapes = {name: shard.shape for name, shard in self._shards.items()}
+        theirs = {name: weights.info(name).shape for name in weights.names()}
+        wrong = [name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name)]
         if wrong:
-            raise ValueError(f"These weights do not fit the model: {', '.join(wrong[:20])}.")
+            raise ValueError(f"These weights do not fit the model: {', '.join(wrong[:20])} are "
+                             f"missing on one side or differ in shape.")
         path = np.frombuffer(f"{storage}\n{weights.path.resolve()}".encode(), np.uint8)
+        self._part()
         _send(self._ranks, _WEIGHTS, [len(path)], [path.astype(np.int64)])
         _reload(self.model, self._shards, weights, storage, self._ranks)
+        self.together = True
 
     def close(self) -> None:
         """Ends the other ranks; once."""
         if self._closed:
             return
         self._closed = True
-        self.on_close()
-        _send(self._ranks, _STOP, [], [])
+        if self.together:
+            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be told
+                _send(self._ranks, _STOP, [], [])
         dist.destroy_process_group()
+
+    def _part(self) -> None:
+        """Until they are together again the other ranks are at work."""
+        if not self.together:
+            raise RuntimeError("The ranks of this engine are out of step, since a step before was "
+                               "interrupted or failed in the middle; close it and start another.")
+        self.together = False
 
     @property
     def _can_record(self) -> bool:
@@ -174,7 +215,7 @@ def follow(model: Decoder, config: EngineConfig, ranks: Ranks, shards: Mapping[s
 def _reload(model: Decoder, shards: Mapping[str, Shard], source: ModelSource, storage: Storage,
             ranks: Ranks) -> None:
     for name, shard in shards.items():
-        put_weight(model, name, read_shard(source, name, shard), storage, ranks.device)
+        _put_part(model, name, source, shard, storage, ranks.device)
 
 
 @torch.inference_mode()

@@ -31,6 +31,8 @@ from kilter.serve.tensor import TensorExecutor, follow, join, load_part
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.load import Storage
 
+_FAREWELL = 10.0  # seconds that ranks get to end by themselves
+
 
 @dataclass(frozen=True)
 class TensorOptions:
@@ -63,9 +65,17 @@ def start_tensor_engine(source: ModelSource, options: TensorOptions, config: Eng
             it on stderr and ends this process: nothing here could go on.
 
     Raises:
-        ValueError: for a degree that the model cannot be spread over.
+        ValueError: for a degree that the model or this machine's devices cannot be spread over, or
+            if torch's default process group is in use.
     """
     split_model(source.spec, options.degree)
+    if dist.is_initialized():
+        raise ValueError("A tensor-parallel engine makes torch's default process group of its own "
+                         "ranks, but this process is in one already. Close the other engine, or "
+                         "start this one in another process.")
+    if options.device == "cuda" and torch.cuda.device_count() < options.degree:
+        raise ValueError(f"{options.degree} tensor-parallel ranks need as many GPUs, but this "
+                         f"machine shows {torch.cuda.device_count()}.")
     store = dist.TCPStore("127.0.0.1", 0, options.degree, is_master=True, wait_for_workers=False)
     told = json.dumps({"path": str(source.path.resolve()), "port": store.port,
                        "options": asdict(options), "config": asdict(config),
@@ -73,7 +83,7 @@ def start_tensor_engine(source: ModelSource, options: TensorOptions, config: Eng
     ranks = [subprocess.Popen([sys.executable, "-m", __name__, str(rank), told],
                               stdin=subprocess.DEVNULL, start_new_session=True)
              for rank in range(1, options.degree)]
-    watch = _Watch(ranks, lost or _end)
+    others = _Others(ranks, lost or _end)
     try:
         library.set_num_threads(options.threads)
         torch.set_num_threads(options.threads)
@@ -81,16 +91,30 @@ def start_tensor_engine(source: ModelSource, options: TensorOptions, config: Eng
         model, shards = load_part(source, me, storage=options.storage, exact=options.exact,
                                   kv_dtype=getattr(torch, options.kv_dtype),
                                   max_positions=options.context, progress=progress)
-        executor = TensorExecutor(model, config, me, shards)
+        executor = _LeadingExecutor(model, config, me, shards)
+        executor.others = others
+        engine = Engine(model, open_tokenizer(source), config, executor)
     except BaseException:
-        watch.stop()
-        for process in ranks:
-            process.kill()
+        others.expected = True
+        others.reap(0.0)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise
-    executor.on_close = watch.stop
-    engine = Engine(model, open_tokenizer(source), config, executor)
-    atexit.register(engine.close)
+    atexit.register(executor.close)
     return engine
+
+
+class _LeadingExecutor(TensorExecutor):
+    """Rank 0's executor where the other ranks are processes that this one started."""
+
+    others: _Others
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.others.expected = True
+        super().close()
+        # Ranks that are in the middle of a step hear nothing.
+        self.others.reap(_FAREWELL if self.together else 0.0)
 
 
 def _rank(rank: int, told: str) -> None:
@@ -113,24 +137,36 @@ def _rank(rank: int, told: str) -> None:
     follow(model, config, me, shards)
 
 
-class _Watch:
-    """Notices when a rank ends before it is told to."""
+class _Others:
+    """The processes of the other ranks; notices when one ends before it is told to.
 
-    def __init__(self, ranks: list[subprocess.Popen[bytes]], lost: Callable[[str], None]) -> None:
-        self._ranks, self._lost = ranks, lost
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="kilter-tp-watch", daemon=True).start()
+    Attributes:
+        expected: whether they are to end.
+    """
 
-    def stop(self) -> None:
-        self._stopped.set()
+    def __init__(self, processes: list[subprocess.Popen[bytes]],
+                 lost: Callable[[str], None]) -> None:
+        self.processes, self._lost = processes, lost
+        self.expected = False
+        threading.Thread(target=self._watch, name="kilter-tp-watch", daemon=True).start()
 
-    def _run(self) -> None:
-        while not self._stopped.wait(0.2):
-            for rank, process in enumerate(self._ranks, 1):
-                if process.poll() is not None and not self._stopped.is_set():
+    def reap(self, seconds: float) -> None:
+        """Waits so long for each to end, and kills those that do not."""
+        for process in self.processes:
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self) -> None:
+        while not self.expected:
+            for rank, process in enumerate(self.processes, 1):
+                if process.poll() is not None and not self.expected:
                     self._lost(f"Tensor-parallel rank {rank} has ended with exit code "
                                f"{process.returncode}; the engine cannot go on without it.")
                     return
+            time.sleep(0.2)
 
 
 def _end(sentence: str) -> None:

@@ -101,6 +101,8 @@ class StopChecker:
         """
         if self.matched is not None or not text:
             return ""
+        if not self._stops:
+            return text
         window = self._held + text
         for position in range(len(self._held), len(window)):
             for index, (stop, borders) in enumerate(self._stops):

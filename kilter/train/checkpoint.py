@@ -47,9 +47,6 @@ from kilter.comm.axis import Axis
 from kilter.comm.collectives import barrier
 from kilter.parallel.shards import Shard
 
-# DCP says so each time; that one process is alone is how we asked for it.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-
 _NAME = re.compile(r"step-(\d+)")
 _FACTS = "trainer.json"
 
@@ -153,6 +150,8 @@ class Checkpointer:
 
     def __init__(self, folder: Path, config: CheckpointConfig, world: Axis) -> None:
         self._folder, self._config, self._world = folder, config, world
+        # DCP warns whenever one process is alone, which is what we ask of it.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         # The writer talks beside the training's collectives, so it has a group of its own.

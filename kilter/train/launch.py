@@ -133,8 +133,12 @@ def _as_rank(job: TrainJob) -> Exit:
     rank, restart = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                            timeout=timedelta(seconds=job.launch.timeout))
+    timeout = timedelta(seconds=job.launch.timeout)
+    store, _, world = next(dist.rendezvous("env://", timeout=timeout))
+    # The agent's store outlives the group, so addresses of dead ranks are still in it.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank,
+                            store=dist.PrefixStore(f"start-{restart}", store), world_size=world,
+                            timeout=timeout)
     if rank == 0 and restart:
         print(f"A rank died; restart {restart} of at most {job.launch.max_restarts}.",
               file=sys.stderr, flush=True)

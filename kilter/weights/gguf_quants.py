@@ -68,6 +68,8 @@ def unpack(kind: int, raw: _U8, shape: tuple[int, ...]) -> Tensor | QuantTensor:
     q, scale, low, bits, group = _FORMATS[kind](blocks)
     columns = shape[-1]
     rows = math.prod(shape[:-1])
+    if not q.flags.writeable:  # still the file's own memory
+        q = q.copy()
     quantised = QuantTensor(
         torch.from_numpy(q.view(np.int8).reshape(rows, columns)),
         torch.from_numpy(scale.reshape(rows, columns // group)),

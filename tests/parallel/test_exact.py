@@ -31,6 +31,8 @@ def forward(model: str, layout: Layout) -> tuple[Tensor, Tensor]:
     batch = rows.batch(torch.device("cpu"))
     with torch.no_grad():
         logprobs_T = spread.forward(batch, rows.targets_T)
+        if layout.zero == 3:
+            spread.forward.unshard()  # type: ignore[attr-defined]  # embedding, norm and head
         logits_TV = decoder.logits(decoder.hidden(batch))
     tp = mesh.axis("tp")
     chunk = vocab_chunk(spec.vocab_size)

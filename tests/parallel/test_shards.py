@@ -51,7 +51,7 @@ def test_every_degree_up_to_the_virtual_shards_works(spec: ModelSpec) -> None:
 
 
 def test_a_degree_that_cannot_be_names_those_that_can() -> None:
-    with pytest.raises(ValueError, match=r"over 4 tensor-parallel ranks.*Degrees that work: 1, 2, 3"):
+    with pytest.raises(ValueError, match=r"over 4 tensor-parallel ranks.*that work: 1, 2, 3\."):
         split_model(MODELS["smollm2"](), 4)
 
 

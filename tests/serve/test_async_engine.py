@@ -166,6 +166,21 @@ def test_coalesced_news_come_at_the_end_and_are_the_same(engine: Engine) -> None
     asyncio.run(run())
 
 
+def test_a_step_comes_as_one_list(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0, n=3, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as serving:
+            steps = [deltas async for deltas in serving.stream_steps([3, 4, 5], params)]
+            for deltas in steps:
+                assert {d.index for d in deltas} == {0, 1, 2}
+            one = [d async for d in serving.stream([3, 4, 5], params)]
+            assert [(d.index, d.choices) for deltas in steps for d in deltas] == [
+                (d.index, d.choices) for d in one]
+
+    asyncio.run(run())
+
+
 def test_a_pause_holds_every_request_and_ends_none(engine: Engine) -> None:
     async def run() -> None:
         async with AsyncEngine(engine) as serving:

@@ -175,3 +175,18 @@ def test_a_vector_of_zeros_is_not_divided_by_its_length() -> None:
     embedding = Embedding(0, 0, Request(0, [3], 1), None, "mean", True)
     embedding.add(torch.zeros(1, 4))
     assert embedding.vector().tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 3], [1, 2, 2], [3, 1, 1], [1] * 5])
+def test_rows_are_added_one_by_one(sizes: list[int]) -> None:
+    """Where the order shows: 1e20 swallows each 1 by itself, but not their sum in another order."""
+    rows = torch.tensor([1e20, 1e4, 1e4, -1e20, 3.0])[:, None].repeat(1, 4)
+    request = Request(0, [3] * 5, 5)
+    embedding = Embedding(0, 0, request, None, "mean", False)
+    for part in rows.split(sizes):
+        embedding.add(part)
+        request.computed += len(part)
+    total = 0.0
+    for row in rows[:, 0].tolist():
+        total += row
+    assert embedding.vector().tolist() == [np.float32(total / 5)] * 4

@@ -51,6 +51,7 @@ def create_app(context: Context) -> FastAPI:
     add_error_handlers(app, context.metrics)
     describe(app)
     app.add_middleware(CatchBugs)
+    app.add_middleware(HeadAsGet)
     if context.config.api_key is not None:
         app.add_middleware(RequireKey, context=context)
     if context.config.cors_origins:
@@ -81,6 +82,18 @@ class CatchBugs:
                 raise
             response = internal_error(error, f"{scope['method']} {scope['path']}").response()
             await response(scope, receive, send)
+
+
+class HeadAsGet:
+    """Answers HEAD, which some health checks ask, as GET; the connection leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class RequireKey:

@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from kilter.serve.server.context import Context
 from kilter.serve.server.errors import ApiError
+from kilter.serve.server.stream import ClientGone
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -33,12 +35,17 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises:
         ApiError: 413 for a larger one, 415 if it does not claim to be JSON (so that a web page
-            cannot post here without asking), 408 if it does not arrive in time.
+            cannot post here without asking) or is compressed, 408 if it does not arrive in time.
+        ClientGone: if the client leaves before all of it is here.
     """
     kind = request.headers.get("content-type", "")
     if not _JSON.fullmatch(kind):
         raise ApiError(415, f"The Content-Type is {kind[:80]!r} but must be 'application/json' (in "
                             f"UTF-8).")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() not in ("", "identity"):
+        raise ApiError(415, f"The Content-Encoding is {coding[:80]!r}, but this server takes "
+                            f"bodies as they are; send it uncompressed.")
     length = request.headers.get("content-length", "0")
     if len(length) > 18 or (length.isascii() and length.isdigit() and int(length) > limit):
         raise _too_large(limit)
@@ -54,11 +61,13 @@ async def read_body(request: Request, limit: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"The request's body did not arrive within {_READ_TIMEOUT:g} seconds.",
                        headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
     return b"".join(parts)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body.
+def parse_object(body: bytes, what: str = "The body") -> dict[str, Any]:
+    """The JSON object in a body, or in ``what`` else the bytes are.
 
     Raises:
         ApiError: 400 for anything else: bad UTF-8, NaN, numbers that no double holds, a key that
@@ -68,14 +77,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_int=_integer,
                            parse_float=_number, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"The body is not UTF-8 text: byte {error.start} is "
+        raise ApiError(400, f"{what} is not UTF-8 text: byte {error.start} is "
                             f"{body[error.start]:#04x}.") from None
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.") from None
+        raise ApiError(400, f"{what} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"The body must be a JSON object, but is {_KINDS[type(value)]}.")
+        raise ApiError(400, f"{what} must be a JSON object, but is {_KINDS[type(value)]}.")
     check_depth(value)
     return value
 

@@ -19,7 +19,7 @@ from kilter.serve.server.generation import Job, Result
 from kilter.serve.server.logprobs import chat_logprobs, prompt_logprobs
 from kilter.serve.server.messages import ChatRequest
 from kilter.serve.server.openapi import body_of, streamed
-from kilter.serve.server.prepare import check_common, encode_chat, make_job
+from kilter.serve.server.prepare import check_common, encode_text, make_job, render_chat
 from kilter.serve.server.responses import ChatChunk, ChatResponse, Chunks, fingerprint, usage
 from kilter.serve.server.tools import chat_grammar, tools_of
 from kilter.serve.tool_parsers import (
@@ -57,8 +57,9 @@ def prepare(context: Context, body: dict[str, Any]) -> ChatExchange:
     check_common(context, request)
     tools = tools_of(request, context.tool_format)
     grammar = chat_grammar(request, tools, context.tool_format)
-    ids = encode_chat(context, request.messages, tools, request.add_generation_prompt is not False,
-                      request.chat_template_kwargs)
+    text = render_chat(context, request.messages, tools, request.add_generation_prompt is not False,
+                       request.chat_template_kwargs)
+    ids = encode_text(context, text, "messages", add_special_tokens=False)
     limit = request.max_tokens if request.max_completion_tokens is None else (
         request.max_completion_tokens)
     job = make_job(context, request, ids, "messages", max_tokens=limit, grammar=grammar,
@@ -84,7 +85,7 @@ class ChatExchange:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()),
                         "model": context.config.served_name}
         self._chunks = Chunks({**self._common, "object": "chat.completion.chunk"},
-                              request.wants_usage)
+                              request.stream_options, self._count)
         self._shows_tokens = bool(request.logprobs or request.return_token_ids)
         self._answers = [_Answer(None if format is None else ToolParser(format, names))
                          for _ in range(job.params.n)]
@@ -158,8 +159,10 @@ class ChatExchange:
         return b"".join(pieces)
 
     def end(self) -> bytes:
-        return self._chunks.usage(len(self.jobs[0].prompt), sum(a.tokens for a in self._answers),
-                                  self._cached)
+        return self._chunks.usage()
+
+    def _count(self) -> tuple[int, int, int]:
+        return len(self.jobs[0].prompt), sum(a.tokens for a in self._answers), self._cached
 
     def _piece(self, index: int, delta: dict[str, Any], tokens: list[Choice],
                reason: str | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kilter.serve.server.errors import error_responses
 from kilter.serve.server.generation import Job, Result
 from kilter.serve.server.logprobs import CompletionLogprobs, prompt_logprobs
 from kilter.serve.server.openapi import body_of, streamed
-from kilter.serve.server.prepare import check_common, make_job, refused, structured_grammar
+from kilter.serve.server.prepare import check_common, encode_text, make_job, structured_grammar
 from kilter.serve.server.protocol import CompletionRequest
 from kilter.serve.server.responses import Chunks, CompletionResponse, fingerprint, usage
 
@@ -52,9 +52,8 @@ def prepare(context: Context, body: dict[str, Any]) -> CompletionExchange:
     for prompt in request.prompt:
         text = prompt if isinstance(prompt, str) else None
         if text is not None:
-            with refused("prompt"):
-                prompt = context.tokenizer.encode(
-                    text, add_special_tokens=request.add_special_tokens is not False)
+            prompt = encode_text(context, text, "prompt",
+                                 add_special_tokens=request.add_special_tokens is not False)
         jobs.append(make_job(
             context, request, prompt, "prompt", grammar=grammar, text=text,
             max_tokens=16 if request.max_tokens is None else request.max_tokens,
@@ -74,7 +73,7 @@ class CompletionExchange:
         self._request = request
         self._common = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
                         "created": int(time.time()), "model": context.config.served_name}
-        self._chunks = Chunks(self._common, request.wants_usage)
+        self._chunks = Chunks(self._common, request.stream_options, self._count)
         self._answers = [[_Answer() for _ in range(job.params.n)] for job in jobs]
         self._scores: list[tuple[Choice, ...] | None] = [None] * len(jobs)  # of echoed prompts
         self._waiting: list[list[Delta]] = [[] for _ in jobs]  # for these scores
@@ -143,10 +142,12 @@ class CompletionExchange:
         return self._chunks.event([choice], answer.version)
 
     def end(self) -> bytes:
-        return self._chunks.usage(
-            sum(len(job.prompt) for job in self.jobs),
-            sum(answer.tokens for answers in self._answers for answer in answers),
-            sum(self._cached))
+        return self._chunks.usage()
+
+    def _count(self) -> tuple[int, int, int]:
+        return (sum(len(job.prompt) for job in self.jobs),
+                sum(answer.tokens for answers in self._answers for answer in answers),
+                sum(self._cached))
 
     # ---- both ----
 

@@ -20,9 +20,9 @@ from kilter.serve.engine import Pooling
 from kilter.serve.server.body import check_depth, parse_object, prepared, read_body, validate
 from kilter.serve.server.errors import ApiError, error_responses, to_json
 from kilter.serve.server.openapi import body_of
-from kilter.serve.server.prepare import check_prompt, refused
+from kilter.serve.server.prepare import check_prompt, encode_text
 from kilter.serve.server.protocol import Prompt, Strict
-from kilter.serve.server.stream import ClientGone, unless_gone
+from kilter.serve.server.stream import unless_gone
 
 if TYPE_CHECKING:
     from kilter.serve.server.context import Context
@@ -98,13 +98,10 @@ def routes(context: Context) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         body = await read_body(request, context.config.max_body_bytes)
         with context.admission.enter() as ticket:
-            try:
-                job = await unless_gone(request.receive, prepared(
-                    context, lambda: _prepare(context, parse_object(body))))
-                ticket.grow(_places(context, job))
-                vectors = await unless_gone(request.receive, _compute(context, job))
-            except ClientGone:
-                return Response(status_code=499)  # nobody reads it
+            job = await unless_gone(request.receive, prepared(
+                context, lambda: _prepare(context, parse_object(body))))
+            ticket.grow(_places(context, job))
+            vectors = await unless_gone(request.receive, _compute(context, job))
             written = await prepared(context, _write, context, job, vectors)
         return Response(written, media_type="application/json")
 
@@ -142,13 +139,12 @@ def _prepare(context: Context, body: dict[str, Any]) -> Job:
         raise ApiError(400, f"There are {len(request.input)} inputs, but a request may have "
                             f"{_MAX_INPUTS} at most; split it.", param="input")
     prompts = []
-    with refused("input"):
-        for prompt in request.input:
-            if isinstance(prompt, str):
-                prompt = context.tokenizer.encode(
-                    prompt, add_special_tokens=request.add_special_tokens is not False)
-            check_prompt(context, prompt, 0, "input")
-            prompts.append(prompt)
+    for prompt in request.input:
+        if isinstance(prompt, str):
+            prompt = encode_text(context, prompt, "input",
+                                 add_special_tokens=request.add_special_tokens is not False)
+        check_prompt(context, prompt, 0, "input")
+        prompts.append(prompt)
     return Job(prompts, request.pooling or "mean", request.normalize is not False,
                request.encoding_format == "base64", request.priority or 0, request.cache_salt)
 

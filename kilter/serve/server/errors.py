@@ -13,6 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from kilter.serve.server.stream import ClientGone
+
 if TYPE_CHECKING:
     from kilter.serve.server.metrics import Metrics
 
@@ -116,6 +118,10 @@ def add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         if request.method == "POST" and error.status in _REASONS:
             metrics.rejected(_REASONS[error.status])
         return error.response()
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # for the access log; nobody reads it
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -18,7 +18,7 @@ from kilter.serve.server.body import check_depth, parse_object, prepared, read_b
 from kilter.serve.server.context import Context
 from kilter.serve.server.errors import ApiError, internal_error, json_response, to_json
 from kilter.serve.server.generation import Job, Result, collect, follow_all
-from kilter.serve.server.stream import ClientGone, EventStream, event, unless_gone
+from kilter.serve.server.stream import EventStream, event, unless_gone
 
 
 class Exchange(Protocol):
@@ -57,20 +57,18 @@ async def respond(context: Context, request: Request, prepare: Prepare) -> Respo
 
     Raises:
         ApiError: for a request that cannot be served.
+        ClientGone: if the client leaves before its answer begins.
     """
     body = await read_body(request, context.config.max_body_bytes)
     with contextlib.ExitStack() as places:
         ticket = places.enter_context(context.admission.enter())
-        try:
-            exchange = await unless_gone(request.receive, prepared(
-                context, lambda: prepare(context, parse_object(body))))
-            ticket.grow(_answers(exchange))
-            if not exchange.stream:
-                results = await unless_gone(
-                    request.receive, collect(context, exchange.endpoint, exchange.jobs))
-                return json_response(exchange.whole(results))
-        except ClientGone:
-            return Response(status_code=499)  # nobody reads it
+        exchange = await unless_gone(request.receive, prepared(
+            context, lambda: prepare(context, parse_object(body))))
+        ticket.grow(_answers(exchange))
+        if not exchange.stream:
+            results = await unless_gone(
+                request.receive, collect(context, exchange.endpoint, exchange.jobs))
+            return json_response(exchange.whole(results))
         return EventStream(_events(context, exchange), places.pop_all().close)
 
 
@@ -100,10 +98,10 @@ async def _events(context: Context, exchange: Exchange) -> AsyncGenerator[bytes,
         if first := exchange.begin():
             yield first
         async with contextlib.aclosing(
-                follow_all(context, exchange.endpoint, exchange.jobs)) as deltas:
-            async for job, delta in deltas:
-                data = exchange.chunk(job, delta)
-                unfinished -= delta.finish_reason is not None
+                follow_all(context, exchange.endpoint, exchange.jobs)) as steps:
+            async for news in steps:
+                data = b"".join(exchange.chunk(job, delta) for job, delta in news)
+                unfinished -= sum(delta.finish_reason is not None for _, delta in news)
                 if not unfinished:
                     data += exchange.end() + event(b"[DONE]")
                 if data:

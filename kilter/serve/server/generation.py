@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from kilter.serve.answer import STEP_FAILED, Delta
 from kilter.serve.async_engine import EngineStopped
-from kilter.serve.engine import Delta
 from kilter.serve.params import SamplingParams
 from kilter.serve.sampler import Choice, best_answers
 from kilter.serve.server.context import Context
@@ -54,8 +54,8 @@ class Result:
 
 
 async def follow(context: Context, endpoint: str, job: Job, *, whole: bool = False,
-                 ) -> AsyncGenerator[Delta, None]:
-    """A job's deltas, measured and bounded in time; leaving aborts it.
+                 ) -> AsyncGenerator[list[Delta], None]:
+    """A job's deltas, step by step, measured and bounded in time; leaving aborts it.
 
     whole: nobody looks before the last one is there.
 
@@ -68,19 +68,21 @@ async def follow(context: Context, endpoint: str, job: Job, *, whole: bool = Fal
     limit = context.config.request_timeout
     end = None if limit is None else asyncio.get_running_loop().time() + limit
     try:
-        async with contextlib.aclosing(context.engine.stream(
+        async with contextlib.aclosing(context.engine.stream_steps(
                 job.prompt, job.params, coalesce=whole, priority=job.priority, salt=job.salt)
-                ) as deltas:
+                ) as steps:
             while unfinished:
                 async with asyncio.timeout_at(end):
-                    delta = await anext(deltas)
-                track.delta(delta)
-                if delta.finish_reason == "error":
-                    raise _failure(delta)
-                if delta.finish_reason is not None:
-                    unfinished -= 1
-                    outcome = "abort" if unfinished else delta.finish_reason
-                yield delta
+                    news = await anext(steps)
+                for i, delta in enumerate(news):
+                    track.delta(delta)
+                    if delta.finish_reason == "error":
+                        yield news[:i]
+                        raise _failure(delta)
+                    if delta.finish_reason is not None:
+                        unfinished -= 1
+                        outcome = "abort" if unfinished else delta.finish_reason
+                yield news
     except TimeoutError:
         outcome = "timeout"
         raise ApiError(408, f"The request was ended after the {limit:g} seconds that this server "
@@ -98,36 +100,40 @@ async def follow(context: Context, endpoint: str, job: Job, *, whole: bool = Fal
 
 
 async def follow_all(context: Context, endpoint: str, jobs: Sequence[Job]
-                     ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(job, delta) of several jobs side by side, as they come. Raises as `follow` does."""
+                     ) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+    """(job, delta) of several jobs side by side, all that has come at a time. Raises as `follow`
+    does."""
     if len(jobs) == 1:
-        async with contextlib.aclosing(follow(context, endpoint, jobs[0])) as deltas:
-            async for delta in deltas:
-                yield 0, delta
+        async with contextlib.aclosing(follow(context, endpoint, jobs[0])) as steps:
+            async for news in steps:
+                yield [(0, delta) for delta in news]
         return
     # What waits here is the answers' own text, for a reader that is slower than the engine.
-    arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+    arrived: list[tuple[int, Delta]] = []
+    failures: list[Exception] = []
+    something = asyncio.Event()
 
     async def pump(number: int, job: Job) -> None:
         try:
-            async with contextlib.aclosing(follow(context, endpoint, job)) as deltas:
-                async for delta in deltas:
-                    arrived.put_nowait((number, delta))
-            arrived.put_nowait((number, None))
+            async with contextlib.aclosing(follow(context, endpoint, job)) as steps:
+                async for news in steps:
+                    arrived.extend((number, delta) for delta in news)
+                    something.set()
         except Exception as error:
-            arrived.put_nowait((number, error))
+            failures.append(error)
+            something.set()
 
+    unfinished = sum(job.params.best_of or job.params.n for job in jobs)
     pumps = [asyncio.create_task(pump(number, job)) for number, job in enumerate(jobs)]
-    running = len(pumps)
     try:
-        while running:
-            number, news = await arrived.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
-                running -= 1
-            else:
-                yield number, news
+        while unfinished:
+            await something.wait()
+            something.clear()
+            all_news, arrived[:] = arrived[:], []
+            unfinished -= sum(delta.finish_reason is not None for _, delta in all_news)
+            yield all_news
+            if failures:
+                raise failures[0]
     finally:
         for task in pumps:
             task.cancel()
@@ -149,8 +155,8 @@ async def collect(context: Context, endpoint: str, jobs: Sequence[Job]) -> list[
 async def _collect(context: Context, endpoint: str, job: Job) -> Result:
     params = job.params
     result = Result([Completion() for _ in range(params.best_of or params.n)])
-    async with contextlib.aclosing(follow(context, endpoint, job, whole=True)) as deltas:
-        async for delta in deltas:
+    async with contextlib.aclosing(follow(context, endpoint, job, whole=True)) as steps:
+        for delta in [delta async for news in steps for delta in news]:
             completion = result.completions[delta.index]
             completion.text += delta.text
             completion.choices += delta.choices
@@ -173,6 +179,4 @@ async def _collect(context: Context, endpoint: str, job: Job) -> Result:
 def _failure(delta: Delta) -> ApiError:
     """An answer that could not go on: because of what was asked, or because of us."""
     message = delta.error or "The answer could not be finished."
-    if message == "The step this request was in failed.":
-        return ApiError(500, message)
-    return ApiError(400, message)
+    return ApiError(500 if message == STEP_FAILED else 400, message)

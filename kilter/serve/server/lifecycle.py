@@ -13,6 +13,7 @@ import uvicorn
 
 from kilter.serve.server.app import create_app
 from kilter.serve.server.config import ServerConfig
+from kilter.serve.server.connection import Connection
 from kilter.serve.server.context import Context
 
 _KEEP_ALIVE = 75  # seconds an idle connection is kept, longer than a proxy's usual 60
@@ -63,7 +64,7 @@ class Server(uvicorn.Server):
     def __init__(self, context: Context, *, access_log: bool = False,
                  on_ready: Callable[[], None] = lambda: None) -> None:
         super().__init__(uvicorn.Config(
-            create_app(context), lifespan="on", ws="none", log_config=None,
+            create_app(context), http=Connection, lifespan="on", ws="none", log_config=None,
             log_level="info" if access_log else "warning", access_log=access_log,
             server_header=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_FLUSH))
         self._context = context

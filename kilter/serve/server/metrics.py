@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,6 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from kilter.serve.engine import Delta
+from kilter.serve.server.errors import error_responses
 from kilter.serve.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -190,7 +192,8 @@ def routes(context: Context) -> APIRouter:
     """GET /metrics."""
     router = APIRouter(tags=["Operation"])
 
-    @router.get("/metrics", summary="Metrics in Prometheus' text format")
+    @router.get("/metrics", summary="Metrics in Prometheus' text format",
+                response_class=PlainTextResponse, responses=error_responses(401))
     async def metrics() -> Response:
         return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -39,7 +39,13 @@ def describe(app: FastAPI) -> None:
 
 
 def streamed(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[str, Any]:
-    """For a route's 200: JSON, or server-sent events of which each is a chunk."""
+    """For a route's 200: JSON, or server-sent events of which each one's data is a chunk (the
+    last one's is ``[DONE]``)."""
     schema = chunk.model_json_schema(ref_template=_REFERENCE)
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema,
+            "description": "A chunk as JSON; the last event's is [DONE], unless there was an error "
+                           "meanwhile: that is an ErrorResponse."}
+    event = {"type": "object", "required": ["data"], "properties": {"data": data},
+             "$defs": schema.pop("$defs", {})}
     return {"model": whole, "description": "The answer; with stream: true, events.",
-            "content": {"text/event-stream": {"schema": schema}}}
+            "content": {"text/event-stream": {"schema": event}}}

@@ -48,9 +48,9 @@ def make_job(context: Context, request: GenerationRequest, prompt: list[int], pa
     return Job(prompt, params, text, request.priority or 0, request.cache_salt)
 
 
-def encode_chat(context: Context, messages: Sequence[Strict], tools: Sequence[Mapping[str, Any]],
-                add_generation_prompt: bool, variables: Mapping[str, Any] | None) -> list[int]:
-    """Token ids of a chat.
+def render_chat(context: Context, messages: Sequence[Strict], tools: Sequence[Mapping[str, Any]],
+                add_generation_prompt: bool, variables: Mapping[str, Any] | None) -> str:
+    """A chat as its template writes it, with all that a text begins with.
 
     Raises:
         ApiError: where the template does not render it, or a variable has the name of an argument.
@@ -66,8 +66,24 @@ def encode_chat(context: Context, messages: Sequence[Strict], tools: Sequence[Ma
             for message in given:
                 if message["role"] == "developer":
                     message["role"] = "system"
-        return context.tokenizer.encode_chat(given, tools or None, add_generation_prompt,
-                                             **(variables or {}))
+        return template.render(given, tools or None, add_generation_prompt, **(variables or {}))
+
+
+def encode_text(context: Context, text: str, param: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ApiError: for what is no text, or far too long: megabytes would take seconds to encode, and
+            all that has to be known of them is that they do not fit.
+    """
+    with refused(param):
+        # So many more tokens in a part cannot become few by what follows it.
+        room = max(context.max_context, 4096)
+        if len(text) > 16 * room:
+            tokens = len(context.tokenizer.encode(text[:16 * room]))
+            if tokens > 2 * room:
+                raise _too_long(context, f"more than {tokens // 2}", param)
+        return context.tokenizer.encode(text, add_special_tokens)
 
 
 def check_prompt(context: Context, prompt: list[int], max_tokens: int | None, param: str) -> None:
@@ -77,10 +93,14 @@ def check_prompt(context: Context, prompt: list[int], max_tokens: int | None, pa
     check_ids(context, prompt, param)
     room = context.max_context - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
-        raise ApiError(
-            400, f"This model's maximum context length is {context.max_context} tokens, but the "
-                 f"prompt has {len(prompt)}, which leaves no room for an answer; shorten it.",
-            param=param, code="context_length_exceeded")
+        raise _too_long(context, str(len(prompt)), param)
+
+
+def _too_long(context: Context, tokens: str, param: str) -> ApiError:
+    return ApiError(
+        400, f"This model's maximum context length is {context.max_context} tokens, but the prompt "
+             f"has {tokens}, which leaves no room for an answer; shorten it.",
+        param=param, code="context_length_exceeded")
 
 
 def check_ids(context: Context, ids: Sequence[int], param: str) -> None:

@@ -29,6 +29,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def _no(value: Any) -> Literal[False]:
+    if value is not False:  # 0 == False, but it is no boolean
+        raise ValueError("this server takes false only")
+    return value
+
+
 def _stop(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -57,6 +63,7 @@ def _bias(value: Any) -> dict[int, float]:
     return bias
 
 
+No = Annotated[Literal[False], PlainValidator(_no), WithJsonSchema({"const": False})]
 Stop = Annotated[tuple[str, ...], PlainValidator(_stop), WithJsonSchema({"anyOf": [
     {"type": "string", "minLength": 1},
     {"type": "array", "maxItems": _MAX_STOPS, "items": {"type": "string", "minLength": 1}},
@@ -69,10 +76,18 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024, f
 
 
 class StreamOptions(Strict):
-    """include_usage: end the stream with a chunk that has no choices but the usage."""
+    """include_usage: end the stream with a chunk that has no choices but the usage;
+    continuous_usage_stats: with it, every chunk has the usage so far."""
 
     include_usage: bool | None = False
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: No | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats may be true only with include_usage: true")
+        return self
 
 
 class StructuredOutputs(Strict):
@@ -132,16 +147,11 @@ class GenerationRequest(Strict):
                                                      "requests of the same salt.")
     # OpenAI's, and not here
     metadata: Absent
-    store: Literal[False] | None = None
+    store: No | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: Absent
     prompt_cache_key: Absent
-    use_beam_search: Literal[False] | None = None
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    use_beam_search: No | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationRequest:

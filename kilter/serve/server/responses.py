@@ -3,12 +3,14 @@ which is faster), and the parts that they share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from kilter import __version__
 from kilter.serve.server.errors import to_json
+from kilter.serve.server.protocol import StreamOptions
 from kilter.serve.server.stream import event
 
 
@@ -27,11 +29,15 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 class Chunks:
     """Writes a stream's events; their constant start is written once.
 
-    common: what all of them say; with_usage: whether they have a ``usage``, null until the end.
+    common: what all of them say; options: whether they have a ``usage``, null or of all answers so
+    far, until the end; count: (prompt tokens, completion tokens, cached tokens) so far.
     """
 
-    def __init__(self, common: dict[str, Any], with_usage: bool) -> None:
-        self.with_usage = with_usage
+    def __init__(self, common: dict[str, Any], options: StreamOptions | None,
+                 count: Callable[[], tuple[int, int, int]]) -> None:
+        self._with_usage = bool(options and options.include_usage)
+        self._always = bool(options and options.continuous_usage_stats)
+        self._count = count
         self._common = common
         self._version = -1
         self._start = b""
@@ -41,15 +47,15 @@ class Chunks:
         if version != self._version:
             self._version = version
             self._start = to_json({**self._common, "system_fingerprint": fingerprint(version)})[:-1]
-        if self.with_usage:
-            more.setdefault("usage", None)
+        if self._with_usage and "usage" not in more:
+            more["usage"] = usage(*self._count()) if self._always else None
         rest = b"," + to_json(more)[1:-1] if more else b""
         return event(self._start + b',"choices":' + to_json(choices) + rest + b"}")
 
-    def usage(self, prompt: int, completion: int, cached: int) -> bytes:
+    def usage(self) -> bytes:
         """The last event, where it was asked for."""
-        return self.event([], self._version, usage=usage(prompt, completion, cached)
-                          ) if self.with_usage else b""
+        return self.event([], self._version, usage=usage(*self._count())
+                          ) if self._with_usage else b""
 
 
 class PromptDetails(BaseModel):

@@ -13,7 +13,7 @@ from kilter.serve.server.errors import error_responses, json_response
 from kilter.serve.server.logprobs import token_text
 from kilter.serve.server.messages import Messages, Tools
 from kilter.serve.server.openapi import body_of
-from kilter.serve.server.prepare import check_ids, encode_chat, refused
+from kilter.serve.server.prepare import check_ids, refused, render_chat
 from kilter.serve.server.protocol import Strict
 
 
@@ -81,8 +81,10 @@ def _tokenize(context: Context, request: TokenizeRequest) -> dict[str, object]:
     if request.messages is not None:
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
                  for tool in request.tools or ()]
-        ids = encode_chat(context, request.messages, tools, request.add_generation_prompt,
-                          request.chat_template_kwargs)
+        text = render_chat(context, request.messages, tools, request.add_generation_prompt,
+                           request.chat_template_kwargs)
+        with refused("messages"):
+            ids = context.tokenizer.encode(text, add_special_tokens=False)
     else:
         assert request.prompt is not None
         with refused("prompt"):

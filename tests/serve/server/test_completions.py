@@ -167,6 +167,27 @@ def test_answers_wait_for_the_scores_of_the_echoed_prompt(server: Running) -> No
         assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -1.0]
 
 
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": ["ab", "cde"], "n": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2})])
+def test_the_usage_so_far_in_every_chunk(client: httpx.Client, path: str, body: dict[str, Any]
+                                         ) -> None:
+    body = {**body, "stream": True, "return_token_ids": True, "max_tokens": 6, "seed": 5,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = client.post(path, json=body).text.split("\n\n")[:-2]
+    *news, last = (json.loads(event.removeprefix("data: ")) for event in events)
+    shown = 0
+    for chunk in news:
+        usage = chunk["usage"]
+        shown += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert shown <= usage["completion_tokens"] <= last["usage"]["completion_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert last["choices"] == [] and shown == last["usage"]["completion_tokens"]
+    assert news[0]["usage"]["completion_tokens"] < shown
+    assert news[-1]["usage"] == last["usage"]
+
+
 def check_stream(client: httpx.Client, body: dict[str, Any]) -> None:
     body = {**body, "return_token_ids": True}
     whole = ask(client, **body)

@@ -31,7 +31,7 @@ def error_of(response: httpx.Response, status: int, kind: str = "invalid_request
 
 @pytest.mark.parametrize(("path", "body", "param"), [
     *[(CHAT, {name: value}, name) for name, value in [
-        ("audio", {"voice": "x"}), ("store", True), ("metadata", {"a": "b"}),
+        ("audio", {"voice": "x"}), ("store", True), ("store", 0), ("metadata", {"a": "b"}),
         ("modalities", ["text", "audio"]), ("service_tier", "flex"), ("prediction", {}),
         ("reasoning_effort", "low"), ("web_search_options", {}), ("functions", []),
         ("function_call", "auto"), ("verbosity", "low"), ("safety_identifier", "u"),
@@ -67,6 +67,7 @@ def test_what_is_not_supported_is_named(client: httpx.Client, path: str, body: d
 
 @pytest.mark.parametrize("body", [
     {"stream_options": {"include_usage": True}}, {"top_logprobs": 2},
+    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
     {"max_tokens": 1, "max_completion_tokens": 2}, {"tool_choice": "required"},
     {"stream": True, "prompt_logprobs": 1}, {"min_tokens": 5, "max_tokens": 4},
     {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
@@ -117,6 +118,21 @@ def test_a_prompt_without_room_for_an_answer(client: httpx.Client, path: str, bo
                                              ) -> None:
     error = error_of(client.post(path, json=body), 400)
     assert error["code"] == "context_length_exceeded" and str(CONTEXT) in error["message"]
+
+
+def test_megabytes_are_refused_by_their_beginning(
+        server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = server.context.tokenizer.encode, []
+    monkeypatch.setattr(server.context.tokenizer, "encode", lambda text, *args, **options: (
+        seen.append(len(text)), real(text, *args, **options))[1])
+    for path, body in ((COMPLETIONS, {"prompt": "a" * 1_000_000}),
+                       (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
+                       ("/v1/embeddings", {"input": ["a", "a" * 1_000_000]})):
+        error = error_of(client.post(path, json=body), 400)
+        assert error["code"] == "context_length_exceeded" and "more than" in error["message"]
+    assert 1000 < max(seen) <= 70_000
+    tokens = client.post("/tokenize", json={"prompt": "a" * 100_000}).json()
+    assert tokens["count"] == 100_000  # to count is no reason to refuse
 
 
 def test_unknown_places_methods_and_models(client: httpx.Client) -> None:

@@ -17,7 +17,6 @@
 // chunk order.
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <type_traits>
 #include <vector>
 
@@ -58,24 +57,6 @@ struct Segment {
   long tile, first, last;
 };
 
-// 64-byte aligned memory that only grows.
-class Arena {
- public:
-  ~Arena() { std::free(p_); }
-  float* get(size_t floats) {
-    if (floats > size_) {
-      std::free(p_);
-      size_ = (floats + floats / 4 + 15) / 16 * 16;
-      p_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
-    }
-    return p_;
-  }
-
- private:
-  float* p_ = nullptr;
-  size_t size_ = 0;
-};
-
 // (maximum, sum, accumulator) of one chunk or of several merged ones, for a tile's rows. A row
 // that no key has reached has sum 0.
 struct Partial {
@@ -108,14 +89,14 @@ class Worker {
   Worker(const KtAttentionArgs* a, const Tile& tile)
       : a_(a), tile_(tile), per_(a->heads / a->groups), rows_(tile.num_tokens * per_),
         all_rows_(rows_ * tile.num_groups), width_(round_up(a->dim, 16)) {
-    thread_local Arena arena;
+    thread_local Scratch scratch;
     const size_t sizes[] = {
         size_t(round_up(all_rows_ * a->dim, 16)), size_t(kSub * a->dim),
         size_t(all_rows_ * kScoreStride),                size_t(kSub * round_up(width_, kPanel)),
         Partial::floats(all_rows_, width_),              Partial::floats(all_rows_, width_)};
     size_t total = 0;
     for (size_t s : sizes) total += s;
-    float* p = arena.get(total);
+    float* p = scratch.get(long(total));
     float* parts[6];
     for (int i = 0; i < 6; ++i) {
       parts[i] = p;
@@ -397,7 +378,7 @@ void run(const KtAttentionArgs* a) {
   thread_local std::vector<Tile> tiles;
   thread_local std::vector<Segment> segments;
   thread_local std::vector<long> cut;
-  thread_local Arena partials;
+  thread_local Scratch partials;
   if (const int32_t status = plan(a, tiles)) {
     *a->status = status;
     std::fill_n(a->out, a->tokens * a->heads * a->dim, NAN);
@@ -425,7 +406,7 @@ void run(const KtAttentionArgs* a) {
     for (long p = 0; p < parts; ++p)
       segments.push_back({i, tile.first + chunks * p / parts, tile.first + chunks * (p + 1) / parts});
   }
-  float* parts = floats ? partials.get(floats) : nullptr;
+  float* parts = floats ? partials.get(long(floats)) : nullptr;
   const Tile* tile_of = tiles.data();
   const Segment* segment_of = segments.data();
   parallel_for(long(segments.size()), [=](long i, int) {

@@ -5,6 +5,7 @@
 #pragma once
 #include <type_traits>
 
+#include "scratch.h"
 #include "simd.h"
 
 namespace kt {
@@ -20,8 +21,6 @@ constexpr int kWide = 4;  // vectors of a register tile
 constexpr int kWide = 1;
 #endif
 constexpr long kPanel = 16 * kWide;
-
-long round_up(long n, long m) { return (n + m - 1) / m * m; }
 
 // Sixteen rows of sixteen 4-byte words, given by `load(i)`, turned: `emit(j, word j of every row)`.
 #if KT_AVX512

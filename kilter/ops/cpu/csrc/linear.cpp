@@ -16,12 +16,11 @@
 //
 // The sums land in a scratch [rows][64]; the epilogue turns them into outputs.
 #include <atomic>
-#include <cstdlib>
-#include <memory>
 
 #include "activation.h"
 #include "linear_tile.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace kt {
 
@@ -36,8 +35,6 @@ struct KtLinearArgs {
 };
 
 namespace {
-
-constexpr long round_up(long n, long m) { return (n + m - 1) / m * m; }
 
 constexpr int kBlock = 4;          // panels in a block
 constexpr int kWidth = kBlock * 16;
@@ -56,25 +53,6 @@ constexpr bool read_directly(int storage, long rows) {
   return (storage == kBf16 || storage == kFp16) && kTileRows > kWideRows && rows <= 2 * kTileRows &&
          tile_panels(int(rows / 2)) == tile_panels(int(rows + 1) / 2);
 }
-
-// Memory that only grows.
-class Scratch {
- public:
-  float* get(long floats) {
-    if (size_ < floats) {
-      memory_.reset(static_cast<float*>(std::aligned_alloc(64, size_t(floats) * 4)));
-      size_ = floats;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  std::unique_ptr<float, Free> memory_;
-  long size_ = 0;
-};
 
 class Linear {
  public:

@@ -1,0 +1,125 @@
+"""Job files: what is read comes back, and everything wrong is said at once, by its dotted name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kilter.job import JobError, build, dump, read_job
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int
+    rate: float = 0.5
+    name: Literal["a", "b"] = "a"
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size is {self.size} but cannot be negative.")
+
+
+@dataclass(frozen=True)
+class Whole:
+    title: str
+    part: Part = field(default_factory=lambda: Part(1))
+    parts: tuple[Part, ...] = ()
+    pair: tuple[int, int] | None = None
+    flag: bool = False
+    either: str | Mapping[str, Any] | None = None
+    place: Path | None = None
+
+
+def test_a_file_with_tables_and_lists_of_tables(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('title = "x"\nflag = true\npair = [1, 2]\nplace = "a/b"\n[part]\nsize = 3\n'
+                    'rate = 1\n[[parts]]\nsize = 4\n[[parts]]\nsize = 5\nname = "b"\n'
+                    '[either]\na = { b = 1 }\n')
+    assert read_job(Whole, path) == Whole(
+        "x", Part(3, 1.0), (Part(4), Part(5, name="b")), (1, 2), True, {"a": {"b": 1}},
+        Path("a/b"))
+
+
+@pytest.mark.parametrize(("override", "expected"), [
+    ("part.size=7", Whole("x", Part(7))),
+    ("part.rate=1e-4", Whole("x", Part(1, 1e-4))),
+    ("title=words without quotes", Whole("words without quotes")),
+    ('title="with quotes"', Whole("with quotes")),
+    ("pair=[3, 4]", Whole("x", pair=(3, 4))),
+    ("flag=true", Whole("x", flag=True)),
+    ("parts.0.size=9", Whole("x", parts=(Part(9),))),
+    ("title = spaced ", Whole("spaced")),
+    ("title=a=b", Whole("a=b")),
+])
+def test_overrides(override: str, expected: Whole, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('title = "x"\npart = { size = 1 }\n'
+                    + ("parts = [{ size = 2 }]\n" if override.startswith("parts") else ""))
+    assert read_job(Whole, path, [override]) == expected
+
+
+@pytest.mark.parametrize(("table", "words"), [
+    ({}, "title is missing."),
+    ({"title": "x", "titel": 1}, "titel is not a setting; did you mean title?"),
+    ({"title": "x", "part": {"size": 1, "zzz": 2}}, "part.zzz is not a setting; there are size"),
+    ({"title": 1}, "title is 1 but must be text."),
+    ({"title": "x", "part": {"size": True}}, "part.size is True but must be a whole number."),
+    ({"title": "x", "part": {"size": 1.5}}, "part.size is 1.5 but must be a whole number."),
+    ({"title": "x", "part": {"size": -1}}, "part: size is -1 but cannot be negative."),
+    ({"title": "x", "part": 3}, "part is 3 but must be a table of settings."),
+    ({"title": "x", "part": {"size": 1, "name": "c"}}, "part.name is 'c' but must be one of a, b."),
+    ({"title": "x", "parts": [{"size": 1}, {"size": "y"}]},
+     "parts.1.size is 'y' but must be a whole number."),
+    ({"title": "x", "pair": [1]}, "pair is [1] but must be a list of 2."),
+    ({"title": "x", "flag": 1}, "flag is 1 but must be true or false."),
+    ({"title": "x", "either": 3}, "either is 3 but must be text or a table"),
+])
+def test_mistakes(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError) as error:
+        build(Whole, table)
+    assert words in str(error.value)
+
+
+def test_all_mistakes_at_once() -> None:
+    with pytest.raises(JobError) as error:
+        build(Whole, {"flag": "yes", "part": {"rate": "fast"}}, "the file")
+    assert str(error.value).startswith("The file cannot be used: ")
+    for words in ("title is missing", "flag is 'yes'", "part.size is missing", "part.rate is"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("title", "must have the form dotted.key=value"), ("=3", "must have the form"),
+    ("a..b=3", "must have the form"), ("title.x=3", "reaches into title, which is not a table"),
+    ("parts.size=3", "must name a key of a list's table"),
+    ("part.zz=3", "part.zz is not a setting"),
+])
+def test_bad_overrides(override: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('title = "x"\nparts = [{ size = 2 }]\n[part]\nsize = 1\n')
+    with pytest.raises(JobError, match=words):
+        read_job(Whole, path, [override])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="There is no job file"):
+        read_job(Whole, tmp_path / "none.toml")
+    for content in (b"title = ", b"\xff\xfe"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(JobError, match="is not valid TOML"):
+            read_job(Whole, tmp_path / "bad.toml")
+
+
+@given(st.builds(
+    Whole, st.text(), st.builds(Part, st.integers(0, 9)),
+    st.lists(st.builds(Part, st.integers(0, 9), st.floats(0, 1)), max_size=3).map(tuple),
+    st.none() | st.tuples(st.integers(), st.integers()), st.booleans(),
+    st.none() | st.text() | st.dictionaries(st.text(), st.integers()), st.none()))
+def test_dump_is_read_back(job: Whole) -> None:
+    assert build(Whole, dump(job)) == job

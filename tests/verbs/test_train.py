@@ -1,0 +1,114 @@
+"""`kilter train` as it is typed: what comes out, and that mistakes are one sentence before any rank
+starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import cast, get_args, get_type_hints
+
+import pytest
+
+from kilter import cli
+from kilter.job import dump, read_job
+from kilter.train.config import TrainJob
+from tests.train.tiny_run import folder, write_job
+
+__all__ = ["folder"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(["train", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_run_on_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, write_job(folder), "steps=2", "export=true", "log.every=2")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].startswith("26.9 k parameters on 1 rank (") and "2 steps of 4 packs" in lines[0]
+    assert lines[1].startswith("step 2/2  loss ") and "tokens/s" in lines[1]
+    assert lines[2].startswith("step 2/2  held-out loss ")
+    assert lines[3].startswith("Finished 2 steps over ") and lines[3].endswith("run/model.")
+    assert (folder / "run" / "model" / "model.safetensors").is_file()
+    code, out, _ = said(capsys, folder / "job.toml", "steps=3", "export=false")
+    assert code == 0 and "Going on from the checkpoint of step 2." in out
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    (["optimiser.lr=1"], "optimiser is not a setting; did you mean optimizer?"),
+    (["steps=many"], "steps is 'many' but must be a whole number."),
+    (["steps=0"], "steps is 0 but must be at least 1"),
+    (["epochs=2"], "give either steps or epochs"),
+    (["micro_batches=3", "layout.dp=2"], "2 data-parallel ranks cannot share"),
+    (["layout.pp=2"], "pipeline parallelism is not there yet"),
+    (["layout.tp=9"], "tp 9 is more than the 4 parts"),
+    (["model.path=nowhere"], "A model needs either path"),
+    (["model.tokenizer=nowhere"], "nowhere is neither a path that exists nor"),
+    (["model.config.architectures=Foo"], "architecture 'Foo'; there are LlamaForCausalLM"),
+    (["model.config.vocab_size=9"], "tokens but the model only 9"),
+    (["model.config.hidden_size=0"], "hidden_size is 0"),
+    (["data.seq_len=4096"], "data.seq_len is 4096, but this model takes at most 128"),
+    (["data.sources.0.paths=[\"none.txt\"]"], "none.txt"),
+    (["kind=sft"], "no data source has chat = true"),
+    (["data.eval_fraction=0", "eval.every=5"], "the data has nothing held out"),
+    (["log.every=0"], "log: every is 0"),
+    (["launch.threads=0"], "launch: threads is 0"),
+    (["schedule.name=cos"], "schedule.name is 'cos' but must be one of constant, cosine"),
+    (["recompute.mode=half"], "recompute.mode is 'half'"),
+    (["precision=fp8"], "precision is 'fp8' but must be one of fp32, bf16"),
+])
+def test_mistakes_are_one_sentence(settings: list[str], words: str, folder: Path,
+                                   capsys: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("kilter.train.launch._elastic", started)
+    monkeypatch.setattr("kilter.train.launch.train", started)
+    code, out, err = said(capsys, write_job(folder), *settings)
+    assert (code, out) == (2, "")
+    assert words in err and err.startswith("kilter: error: ") and err.count("\n") == 1
+    assert not (folder / "run").exists()
+
+
+def test_another_run_in_the_folder_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, write_job(folder), "steps=1")
+    monkeypatch.setattr("kilter.train.launch._elastic", None)
+    code, _, err = said(capsys, folder / "job.toml", "seed=9", "layout.dp=2")
+    assert code == 2 and "belongs to another job: seed differs." in err
+
+
+def test_the_file_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "There is no job file" in said(capsys, folder / "none.toml")[2]
+    (folder / "bad.toml").write_text("x = ")
+    assert "is not valid TOML" in said(capsys, folder / "bad.toml")[2]
+
+
+@pytest.mark.parametrize("name", ["pretrain.toml", "sft.toml"])
+def test_the_examples_are_jobs(name: str) -> None:
+    job = read_job(TrainJob, Path(__file__).parents[2] / "examples" / name)
+    assert json.loads(json.dumps(dump(job)))["output"].startswith("runs/")
+
+
+def test_every_setting_is_on_the_page() -> None:
+    """docs/training.md names every key of the job file."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    missing = [name for name in sorted(settings_of(TrainJob))
+               if not any(f"{before}{name}{after}" in text
+                          for before in "`." for after in "`") and f"[{name}]" not in text]
+    assert missing == []
+
+
+def settings_of(kind: type) -> set[str]:
+    """Names of a job's settings, nested ones too."""
+    found = set()
+    for name, hint in get_type_hints(kind).items():
+        found.add(name)
+        for part in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(part):
+                found |= settings_of(cast(type, part))
+    return found
