@@ -33,6 +33,8 @@ class Ops:
     log_softmax: Callable[[Tensor], Tensor]  # kilter.ops.logprob
     token_logprobs: Callable[[Tensor, Tensor], Tensor]
     argmax: Callable[[Tensor], Tensor]
+    head_logprobs: Callable[..., Tensor]  # kilter.ops.head
+    head_loss: Callable[..., tuple[Tensor, Tensor]]
 
 
 @functools.cache
@@ -41,13 +43,14 @@ def exact_ops() -> Ops:
     from kilter.ops.activation import gated_activation
     from kilter.ops.attention import attention
     from kilter.ops.embedding import embed
+    from kilter.ops.head import head_logprobs, head_loss
     from kilter.ops.linear import gated_linear, linear
     from kilter.ops.logprob import argmax, log_softmax, token_logprobs
     from kilter.ops.norm import rms_norm
     from kilter.ops.rope import rope_qkv
 
     return Ops("exact", linear, gated_linear, gated_activation, embed, rms_norm, rope_qkv,
-               attention, log_softmax, token_logprobs, argmax)
+               attention, log_softmax, token_logprobs, argmax, head_logprobs, head_loss)
 
 
 @functools.cache
@@ -57,4 +60,4 @@ def stock_ops() -> Ops:
 
     return Ops("stock", stock.linear, stock.gated_linear, stock.gated_activation, stock.embed,
                stock.rms_norm, stock.rope_qkv, stock.attention, stock.log_softmax,
-               stock.token_logprobs, stock.argmax)
+               stock.token_logprobs, stock.argmax, stock.head_logprobs, stock.head_loss)

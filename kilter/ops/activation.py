@@ -21,7 +21,12 @@ class _GatedActivationArgs(ctypes.Structure):
                 ("activation", ctypes.c_int32)]
 
 
+class _GatedActivationGradArgs(ctypes.Structure):
+    _fields_ = [("grad", ctypes.c_void_p), *_GatedActivationArgs._fields_]
+
+
 _kernel = Kernel("kt_gated_activation", _GatedActivationArgs)
+_grad_kernel = Kernel("kt_gated_activation_grad", _GatedActivationGradArgs)
 
 
 def gated_activation(gate_up_TF2: Tensor, activation: str) -> Tensor:
@@ -84,8 +89,30 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     (gate_up,) = ctx.saved_tensors
+    return _gated_activation_grad_op(grad, gate_up, ctx.activation), None
+
+
+_gated_activation_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("kilter::gated_activation_grad", mutates_args=())
+def _gated_activation_grad_op(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    if gate_up.is_cuda or not available():
+        return _backward_in_torch(grad, gate_up, activation)
+    grad, out = grad.contiguous(), torch.empty(gate_up.shape)
+    _grad_kernel.call(grad.data_ptr(), gate_up.data_ptr(), out.data_ptr(), *grad.shape,
+                      gate_up.stride(0), ACTIVATIONS[activation], keep=(grad, gate_up, out))
+    return out
+
+
+@_gated_activation_grad_op.register_fake
+def _(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+def _backward_in_torch(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    if ctx.activation == "silu":
+    if activation == "silu":
         sigmoid = torch.sigmoid(gate)
         value, slope = gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
     else:
@@ -94,7 +121,4 @@ def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         value = gate * sigmoid
         du = c * (1.0 + 3.0 * 0.044715 * gate.square())
         slope = sigmoid * (1.0 + 2.0 * gate * (1.0 - sigmoid) * du)
-    return torch.cat((grad * up * slope, grad * value), dim=-1), None
-
-
-_gated_activation_op.register_autograd(_backward, setup_context=_save)
+    return torch.cat((grad * up * slope, grad * value), dim=-1)

@@ -57,8 +57,7 @@ def linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = No
     _check(x_TK, weight, bias, residual, splits)
     tensor = weight if isinstance(weight, Tensor) else None
     if x_TK.is_meta or watched(x_TK, tensor, bias, residual):
-        y_TN = _through_torch(x_TK, weight, bias, splits)
-        return y_TN if residual is None else residual + y_TN
+        return _through_torch(x_TK, weight, bias, residual, splits)
     return _forward(x_TK, weight, bias, residual, splits)
 
 
@@ -96,7 +95,7 @@ def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | Non
     else:
         tensor = weight
     if x_TK.is_meta or watched(x_TK, tensor, bias):
-        return gated_activation(_through_torch(x_TK, weight, bias, splits), activation)
+        return gated_activation(_through_torch(x_TK, weight, bias, None, splits), activation)
     return _forward(x_TK, weight, bias, None, splits, activation)
 
 
@@ -229,17 +228,17 @@ def _reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
 
 
 def _through_torch(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
-                   splits: int) -> Tensor:
+                   residual: Tensor | None, splits: int) -> Tensor:
     if isinstance(weight, PackedWeight):
-        return _linear_op(x, weight.data, bias, splits, weight.facts())
-    return _linear_op(x, weight, bias, splits, [])
+        return _linear_op(x, weight.data, bias, residual, splits, weight.facts())
+    return _linear_op(x, weight, bias, residual, splits, [])
 
 
 # `facts` is empty for a plain weight, and says what a packed one's bytes are.
 @torch.library.custom_op("kilter::linear", mutates_args=())
-def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int,
-               facts: list[int]) -> Tensor:
-    return _forward(x, _weight(weight, facts), bias, None, splits)
+def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+               splits: int, facts: list[int]) -> Tensor:
+    return _forward(x, _weight(weight, facts), bias, residual, splits)
 
 
 def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
@@ -247,29 +246,36 @@ def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
 
 
 @_linear_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, facts: list[int]) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, splits: int,
+      facts: list[int]) -> Tensor:
     return x.new_empty(x.shape[0], _weight(weight, facts).shape[0])
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, bias, _, ctx.facts = inputs
+    x, weight, bias, _, _, ctx.facts = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
 def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     x, weight = ctx.saved_tensors
-    grad = grad.contiguous()
+    dense = grad.contiguous()
     dx = dw = db = None
-    # A gradient needs the same bits only in the same run, which the library's products have too.
     if ctx.needs_input_grad[0]:
-        dx = (grad @ weight if weight.dtype == torch.float32
-              else linear_grad_input(grad, _weight(weight, ctx.facts)))
+        dx = grad_input(dense, _weight(weight, ctx.facts))
     if ctx.needs_input_grad[1]:
-        dw = (grad.t() @ x).to(weight.dtype)
+        dw = (dense.t() @ x).to(weight.dtype)
     if ctx.needs_input_grad[2]:
-        db = grad.sum(0).to(ctx.bias_dtype)
-    return dx, dw, db, None, None
+        db = dense.sum(0).to(ctx.bias_dtype)
+    return dx, dw, db, grad if ctx.needs_input_grad[3] else None, None, None
+
+
+def grad_input(dy: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """`linear_grad_input` where row-invariance is not asked for: for an fp32 matrix torch's
+    product, the same from run to run, is the faster one."""
+    if isinstance(weight, Tensor) and weight.dtype == dy.dtype:
+        return dy @ weight
+    return linear_grad_input(dy, weight)
 
 
 _linear_op.register_autograd(_backward, setup_context=_save)

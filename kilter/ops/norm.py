@@ -19,7 +19,14 @@ class _RmsNormArgs(ctypes.Structure):
                 ("zero_centred", ctypes.c_int32)]
 
 
+class _RmsNormGradArgs(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("grad", "x", "weight", "dx", "dweight")),
+                ("rows", ctypes.c_int64), ("dim", ctypes.c_int64), ("x_stride", ctypes.c_int64),
+                ("eps", ctypes.c_float), ("zero_centred", ctypes.c_int32)]
+
+
 _kernel = Kernel("kt_rms_norm", _RmsNormArgs)
+_grad_kernel = Kernel("kt_rms_norm_grad", _RmsNormGradArgs)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centred: bool = False,
@@ -97,16 +104,34 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     x, weight = ctx.saved_tensors
-    dx, dw = rms_norm_backward(grad, x, weight, ctx.eps, ctx.zero_centred)
+    dx, dw = _rms_norm_grad_op(grad, x, weight, ctx.eps, ctx.zero_centred)
     return dx, dw, None, None, grad if ctx.needs_input_grad[4] else None
 
 
 _rms_norm_op.register_autograd(_backward, setup_context=_save)
 
 
+@torch.library.custom_op("kilter::rms_norm_grad", mutates_args=())
+def _rms_norm_grad_op(grad: Tensor, x: Tensor, weight: Tensor, eps: float,
+                      zero_centred: bool) -> tuple[Tensor, Tensor]:
+    if x.is_cuda or not available():
+        return rms_norm_backward(grad, x, weight, eps, zero_centred)
+    grad = grad.contiguous()
+    dx, dw = torch.empty(x.shape), torch.empty_like(weight)
+    _grad_kernel.call(*(t.data_ptr() for t in (grad, x, weight, dx, dw)), *x.shape, x.stride(0),
+                      eps, zero_centred, keep=(grad, x, weight, dx, dw))
+    return dx, dw
+
+
+@_rms_norm_grad_op.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, eps: float,
+      zero_centred: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight)
+
+
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float,
                       zero_centred: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of x [..., D] and of the weight [D].
+    """Gradients of x [..., D] and of the weight [D], in plain torch.
 
     With s = 1 / sqrt(mean(x^2) + eps) and h = grad * w: dx = s h - x s^3 mean(h x).
     """

@@ -31,7 +31,16 @@ class _RopeQkvArgs(ctypes.Structure):
                 ("kv_type", ctypes.c_int32)]
 
 
+class _RopeQkvGradArgs(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in
+                  ("dq", "dk", "dv", "qkv", "positions", "cos", "sin", "q_norm", "k_norm", "dqkv",
+                   "dq_norm", "dk_norm")),
+                *((name, ctypes.c_int64) for name in ("tokens", "groups", "queries", "dim")),
+                ("eps", ctypes.c_float), ("zero_centred", ctypes.c_int32)]
+
+
 _kernel = Kernel("kt_rope_qkv", _RopeQkvArgs)
+_grad_kernel = Kernel("kt_rope_qkv_grad", _RopeQkvGradArgs)
 
 
 def rope_qkv(qkv_TGXd: Tensor, positions_T: Tensor, cos_Pe: Tensor, sin_Pe: Tensor, *,
@@ -203,7 +212,50 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):  # type: ignore[no-untyped-def]
-    qkv, positions, cos, sin, q_norm, k_norm = ctx.saved_tensors
+    q_norm, k_norm = ctx.saved_tensors[4:]
+    dqkv, dq_norm, dk_norm = _rope_qkv_grad_op(dq, dk, dv, *ctx.saved_tensors, ctx.eps,
+                                               ctx.zero_centred)
+    return (dqkv, None, None, None, None if q_norm is None else dq_norm,
+            None if k_norm is None else dk_norm, None, None, None)
+
+
+_rope_qkv_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("kilter::rope_qkv_grad", mutates_args=())
+def _rope_qkv_grad_op(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor,
+                      cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+                      eps: float, zero_centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of qkv and of the norms (empty where there is none)."""
+    if qkv.is_cuda or not available():
+        return _backward_in_torch(dq, dk, dv, qkv, positions, cos, sin, q_norm, k_norm, eps,
+                                  zero_centred)
+    dq, dk, dv = dq.contiguous(), dk.float().contiguous(), dv.float().contiguous()
+    dqkv = torch.empty_like(qkv)
+    dq_norm, dk_norm = _norm_grads(qkv, q_norm, k_norm)
+    tensors = (dq, dk, dv, qkv, positions, cos, sin, q_norm, k_norm, dqkv, dq_norm, dk_norm)
+    tokens, groups, parts, dim = qkv.shape
+    _grad_kernel.call(*(None if t is None else t.data_ptr() for t in tensors), tokens, groups,
+                      parts - 2, dim, eps, zero_centred, keep=tensors)
+    return dqkv, dq_norm, dk_norm
+
+
+def _norm_grads(qkv: Tensor, q_norm: Tensor | None,
+                k_norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (qkv.new_empty(0) if q_norm is None else torch.empty_like(q_norm),
+            qkv.new_empty(0) if k_norm is None else torch.empty_like(k_norm))
+
+
+@_rope_qkv_grad_op.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor,
+      q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+      zero_centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return (torch.empty_like(qkv), *_norm_grads(qkv, q_norm, k_norm))
+
+
+def _backward_in_torch(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor,
+                       cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+                       eps: float, zero_centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     tokens, groups, parts, dim = qkv.shape
     index = positions.long()
     cos, sin = cos[index][:, None, None], sin[index][:, None, None]
@@ -214,13 +266,10 @@ def _backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):  # type: ignore[no-untyp
 
     dq = turn_back(dq.reshape(tokens, groups, parts - 2, dim))
     dk = turn_back(dk.reshape(tokens, groups, 1, dim))
-    dq_norm = dk_norm = None
+    dq_norm, dk_norm = _norm_grads(qkv, q_norm, k_norm)
     if q_norm is not None:
-        dq, dq_norm = rms_norm_backward(dq, qkv[:, :, :-2], q_norm, ctx.eps, ctx.zero_centred)
+        dq, dq_norm = rms_norm_backward(dq, qkv[:, :, :-2], q_norm, eps, zero_centred)
     if k_norm is not None:
-        dk, dk_norm = rms_norm_backward(dk, qkv[:, :, -2:-1], k_norm, ctx.eps, ctx.zero_centred)
+        dk, dk_norm = rms_norm_backward(dk, qkv[:, :, -2:-1], k_norm, eps, zero_centred)
     dqkv = torch.cat((dq, dk, dv.float()[:, :, None]), dim=2)
-    return dqkv.to(qkv.dtype), None, None, None, dq_norm, dk_norm, None, None, None
-
-
-_rope_qkv_op.register_autograd(_backward, setup_context=_save)
+    return dqkv.to(qkv.dtype), dq_norm, dk_norm

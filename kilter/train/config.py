@@ -22,6 +22,7 @@ from kilter.mesh.layout import Layout
 from kilter.parallel.recompute import Recompute
 from kilter.train.checkpoint import CheckpointConfig
 from kilter.train.data.config import DataConfig
+from kilter.train.lora import LoraConfig
 from kilter.train.optimizer import OptimizerConfig
 from kilter.train.schedule import ScheduleConfig
 
@@ -153,7 +154,8 @@ class TrainJob:
         seed: of a new model's weights (the order of the data has ``data.seed``).
         precision: ``bf16`` rounds matrices to bfloat16 where they are used, as an engine holds
             them; what the optimizer steps stays float32.
-        export: write the finished model to ``output/model``.
+        export: write the finished model to ``output/model``, and adapters to ``output/adapter``.
+        lora: train adapters, and leave the model's own weights as they are (docs/lora.md).
     """
 
     output: str
@@ -171,6 +173,7 @@ class TrainJob:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     layout: Layout = field(default_factory=Layout)
     recompute: Recompute = field(default_factory=Recompute)
+    lora: LoraConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -12,25 +12,37 @@ from torch import Tensor
 
 from kilter.parallel.apply import Spread
 from kilter.parallel.shards import Box
+from kilter.train.config import TrainJob
 from kilter.train.inputs import Inputs
+from kilter.train.lora import merge
+from kilter.train.peft import write_peft
 from kilter.weights.export import State, export_hf
 from kilter.weights.families import FAMILIES
 
 _Parts = list[tuple[Box, Tensor]]
 
 
-def export_model(spread: Spread, inputs: Inputs, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the model, its config and its tokenizer; replaces what is there. Collective.
+def export_model(spread: Spread, inputs: Inputs, output: Path, dtype: torch.dtype, job: TrainJob
+                 ) -> None:
+    """Writes ``model/`` in the output folder: the model, its config and its tokenizer; of a job
+    with adapters also ``adapter/``, and the model has them merged in. Replaces what is there.
+    Collective.
 
     Args:
         dtype: what matrices are written as; all else is float32.
     """
-    tensors = {name: whole for name, whole in whole_parameters(spread, dtype)
+    read_as = torch.float32 if job.lora is not None else dtype  # a sum is not to be rounded twice
+    tensors = {name: whole for name, whole in whole_parameters(spread, read_as)
                if whole is not None}
     if spread.mesh.rank != 0:
         return
-    export_hf(State(inputs.spec, tensors, inputs.carried, _config(inputs, dtype)), folder,
-              overwrite=True, before_rename=inputs.tokenizer.save)
+    if job.lora is not None:
+        write_peft(output / "adapter", inputs.spec, job.lora, tensors, base=job.model.path,
+                   overwrite=True)
+        tensors = {name: value.to(dtype) if value.dim() > 1 else value
+                   for name, value in merge(inputs.spec, job.lora, tensors).items()}
+    export_hf(State(inputs.spec, tensors, inputs.carried, _config(inputs, dtype)),
+              output / "model", overwrite=True, before_rename=inputs.tokenizer.save)
 
 
 @torch.no_grad()

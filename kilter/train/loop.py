@@ -5,6 +5,7 @@
       metrics.jsonl          see `kilter.train.metrics`
       tensorboard/, profile/ if asked for
       model/                 the finished model, a Hugging Face folder
+      adapter/               the finished adapters, a folder of PEFT; model/ has them merged
 
 The number of the step and the place in the data are the only state beside the tensors.
 """
@@ -40,6 +41,7 @@ from kilter.train.config import TrainJob, differences
 from kilter.train.data import DataLoader, Pack, evaluation_packs, steps_of
 from kilter.train.export import export_model
 from kilter.train.inputs import Inputs
+from kilter.train.lora import add_adapters, init_adapters
 from kilter.train.metrics import Monitor
 from kilter.train.optimizer import Optimizer
 from kilter.train.step import evaluate, train_step
@@ -108,6 +110,8 @@ class Run:
         with torch.device("meta"):
             model = Decoder(inputs.spec, exact=job.model.exact,
                             kv_dtype=_DTYPES[job.model.kv_dtype], max_positions=job.data.seq_len)
+        if job.lora is not None:
+            add_adapters(model, job.lora)
         self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision])
         self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
         dp = mesh.axis("dp")
@@ -193,6 +197,8 @@ class Run:
                 self.spread.load(self.inputs.source)
             else:
                 self.spread.initialise(self.job.seed, self.job.model.std)
+            if self.job.lora is not None and checkpoint is None:
+                init_adapters(self.spread, self.job.lora)
         if checkpoint is not None:
             facts = read_facts(checkpoint)
             if facts["step"] > self.steps:
@@ -214,7 +220,8 @@ class Run:
         place = self.output / "checkpoints"
         if self.job.export:
             place = self.output / "model"
-            export_model(self.spread, self.inputs, place, _DTYPES[self.job.precision])
+            export_model(self.spread, self.inputs, self.output, _DTYPES[self.job.precision],
+                         self.job)
         return Ending(self.step, False, f"Finished {self.steps} steps over {self.tokens} tokens; "
                       f"the result is in {place}.")
 

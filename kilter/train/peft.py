@@ -124,7 +124,8 @@ def write_peft(folder: str | Path, spec: ModelSpec, config: LoraConfig,
     raise_all([f"{name} {list(shape)} is missing." for name, shape in shapes.items()
                if name not in tensors or tuple(tensors[name].shape) != shape],
               "These tensors are not a whole adapter.")
-    whole = {_peft_name(name): tensors[name].detach().to("cpu", copy=True).contiguous() for name in shapes}
+    whole = {_peft_name(name): tensors[name].detach().to("cpu", copy=True).contiguous()
+             for name in shapes}
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
     described = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,

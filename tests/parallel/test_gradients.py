@@ -12,6 +12,7 @@ from torch import Tensor
 from bench.parity import Rows, everything, tiny
 from kilter.comm.axis import Axis
 from kilter.mesh.layout import Layout
+from kilter.mesh.mesh import Mesh
 from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.init import init_weights
@@ -216,12 +217,10 @@ def test_no_norm_hides_what_is_not_finite(ranks: RankPool, order: float) -> None
     alone = Axis("world", (0,), 0)
     assert norm_of(2.0, order, alone) == pytest.approx({1: 6, 2: 14 ** 0.5}.get(order, 3))
     assert not torch.tensor(norm_of(float("nan"), order, alone)).isfinite()
-    norms = ranks.run(2, norm_of_one_rank, order)
-    assert not torch.tensor(norms).isfinite().any()
+    for bad in (0, 1, 2):
+        assert not torch.tensor(ranks.run(3, norm_of_one_rank, order, bad)).isfinite().any()
 
 
-def norm_of_one_rank(order: float) -> float:
-    from kilter.mesh.mesh import Mesh
-
-    mesh = Mesh(Layout(dp=2))
-    return norm_of(float("nan") if mesh.rank == 0 else 2.0, order, mesh.axis("world"))
+def norm_of_one_rank(order: float, bad: int) -> float:
+    mesh = Mesh(Layout(dp=3))
+    return norm_of(float("nan") if mesh.rank == bad else 2.0, order, mesh.axis("world"))

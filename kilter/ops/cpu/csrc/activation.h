@@ -19,4 +19,18 @@ KT_INLINE f32x16 activate(f32x16 x, int32_t kind) {
   return kind == kSilu ? silu(x) : gelu_tanh(x);
 }
 
+// activate(x) and its derivative, from s = sigmoid(z): x s, and s + x s (1 - s) dz/dx.
+KT_INLINE void activate_grad(f32x16 x, int32_t kind, f32x16& value, f32x16& slope) {
+  const f32x16 one = set1(1.0f);
+  f32x16 z = x, dz = one;
+  if (kind == kGeluTanh) {
+    const f32x16 xx = x * x, c = set1(1.5957691216057308f);
+    z = c * fma(set1(0.044715f) * xx, x, x);
+    dz = c * fma(set1(3 * 0.044715f), xx, one);
+  }
+  const f32x16 s = one / (one + exp(zero() - z));
+  value = x * s;
+  slope = fma(value * (one - s), dz, s);
+}
+
 }  // namespace kt

@@ -28,4 +28,32 @@ KT_INLINE f32x16 rms_apply(f32x16 x, float scale, f32x16 weight, bool zero_centr
   return (x * set1(scale)) * weight;
 }
 
+// The gradient of x by that of rms_apply(x ...): with s the scale and h = grad * weight,
+// dx = s h - x s^3 mean(h x). Adds grad * x * s, the weight's gradient, to dweight.
+KT_INLINE void rms_grad(const float* x, const float* grad, const float* weight, long n, float eps,
+                        bool zero_centred, float* dx, float* dweight) {
+  const float scale = rms_scale(x, n, eps);
+  const f32x16 s = set1(scale), one = set1(zero_centred ? 1.0f : 0.0f);
+  f32x16 sum = zero();
+  for (long i = 0; i < n; i += 16) {
+    const f32x16 gx = load_n(grad + i, n - i) * load_n(x + i, n - i);
+    sum = fma(gx, one + load_n(weight + i, n - i), sum);
+    store_n(dweight + i, n - i, fma(gx, s, load_n(dweight + i, n - i)));
+  }
+  const f32x16 factor = set1(-scale * scale * scale * (reduce_add(sum) / float(n)));
+  for (long i = 0; i < n; i += 16) {
+    const f32x16 h = load_n(grad + i, n - i) * (one + load_n(weight + i, n - i));
+    store_n(dx + i, n - i, fma(load_n(x + i, n - i), factor, h * s));
+  }
+}
+
+// Adds the parts [parts][n] of a sum in order: the parts are cut by rows, never by threads.
+KT_INLINE void add_parts(const float* parts, long count, long n, float* sum) {
+  for (long i = 0; i < n; i += 16) {
+    f32x16 total = load_n(parts + i, n - i);
+    for (long p = 1; p < count; ++p) total = total + load_n(parts + p * n + i, n - i);
+    store_n(sum + i, n - i, total);
+  }
+}
+
 }  // namespace kt

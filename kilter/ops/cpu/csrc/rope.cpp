@@ -1,10 +1,12 @@
 // From the fused qkv rows to rotated queries and stored keys and values: per-head norms of q and
-// k, the rotation, the narrowing and the write into the cache, in one pass over the tokens.
+// k, the rotation, the narrowing and the write into the cache, in one pass over the tokens; and the
+// gradient of all that, back to the fused rows.
 #include <algorithm>
 #include <atomic>
 
 #include "norm.h"
 #include "pool.h"
+#include "scratch.h"
 
 struct KtRopeQkvArgs {
   const float* qkv;          // [tokens, groups, queries + 2, dim]
@@ -22,6 +24,22 @@ struct KtRopeQkvArgs {
   float eps;
   int32_t zero_centred;
   int32_t kv_type;  // 0 fp32, 1 bf16, 2 fp16
+};
+
+struct KtRopeQkvGradArgs {
+  const float *dq, *dk, *dv;  // [tokens, groups * queries, dim], [tokens, groups, dim] twice
+  const float* qkv;           // [tokens, groups, queries + 2, dim]
+  const int32_t* positions;   // [tokens]
+  const float* cos;           // [num_positions, dim / 2]
+  const float* sin;
+  const float* q_norm;  // null, or [dim]
+  const float* k_norm;  // null, or [dim]
+  float* dqkv;          // as qkv
+  float* dq_norm;       // [dim] where there is a norm
+  float* dk_norm;
+  int64_t tokens, groups, queries, dim;
+  float eps;
+  int32_t zero_centred;
 };
 
 namespace kt {
@@ -70,6 +88,21 @@ void token(const KtRopeQkvArgs* a, long t) {
   }
 }
 
+// One head's gradient turned back; with a norm also taken back through it.
+void rotate_back(const float* grad, const float* x, const float* norm, const KtRopeQkvGradArgs* a,
+                 long position, float* out, float* dnorm) {
+  const long half = a->dim / 2;
+  const float *cos = a->cos + position * half, *sin = a->sin + position * half;
+  for (long j = 0; j < half; j += 16) {
+    const long n = half - j;
+    const f32x16 lo = load_n(grad + j, n), hi = load_n(grad + half + j, n);
+    const f32x16 c = load_n(cos + j, n), s = load_n(sin + j, n);
+    store_n(out + j, n, lo * c + hi * s);
+    store_n(out + half + j, n, hi * c - lo * s);
+  }
+  if (norm) rms_grad(x, out, norm, a->dim, a->eps, a->zero_centred, out, dnorm);
+}
+
 }  // namespace
 }  // namespace kt
 
@@ -82,4 +115,29 @@ extern "C" void kt_rope_qkv(const KtRopeQkvArgs* a) {
     const long end = std::min<long>(a->tokens, (task + 1) * block);
     for (long t = task * block; t < end; ++t) one(a, t);
   });
+}
+
+extern "C" void kt_rope_qkv_grad(const KtRopeQkvGradArgs* a) {
+  using namespace kt;
+  constexpr long kBlock = 32;  // tokens whose norms' gradients are summed together
+  const long dim = a->dim, heads = a->queries + 2, blocks = (a->tokens + kBlock - 1) / kBlock;
+  thread_local Scratch scratch;
+  const long parts = std::max(1L, blocks);
+  float* dnorms = scratch.get(2 * parts * dim);
+  std::fill_n(dnorms, 2 * parts * dim, 0.0f);
+  parallel_for(blocks, [=](long block, int) {
+    float *dq_norm = dnorms + block * dim, *dk_norm = dnorms + (parts + block) * dim;
+    const long end = std::min<long>(a->tokens, (block + 1) * kBlock);
+    for (long i = block * kBlock * a->groups; i < end * a->groups; ++i) {
+      const long position = a->positions[i / a->groups];
+      const float *x = a->qkv + i * heads * dim, *dq = a->dq + i * a->queries * dim;
+      float* out = a->dqkv + i * heads * dim;
+      for (long r = 0; r < a->queries; ++r, x += dim, dq += dim, out += dim)
+        rotate_back(dq, x, a->q_norm, a, position, out, dq_norm);
+      rotate_back(a->dk + i * dim, x, a->k_norm, a, position, out, dk_norm);
+      std::copy_n(a->dv + i * dim, dim, out + dim);
+    }
+  });
+  if (a->q_norm) add_parts(dnorms, parts, dim, a->dq_norm);
+  if (a->k_norm) add_parts(dnorms + parts * dim, parts, dim, a->dk_norm);
 }
