@@ -114,7 +114,8 @@ def cases() -> list[Case]:
         Case("recompute selective tp2+sp", Layout(tp=2), recompute=selective),
         Case("recompute full tp2+sp zero3-2", Layout(tp=2, dp=2, zero=3), recompute=full),
         Case("recompute mlp ddp2", Layout(dp=2), recompute=Recompute("selective", parts=("mlp",))),
-        Case("muon zero3-2", Layout(dp=2, zero=3), optimizer=OptimizerConfig("muon", lr=1e-3, eps=1e-6)),
+        Case("muon zero3-2", Layout(dp=2, zero=3),
+             optimizer=OptimizerConfig("muon", lr=1e-3, eps=1e-6)),
         Case("muon tp2+sp zero1-2", Layout(tp=2, dp=2, zero=1),
              optimizer=OptimizerConfig("muon", lr=1e-3, eps=1e-6)),
         Case("offload zero3-2", Layout(dp=2, zero=3),
@@ -252,7 +253,8 @@ def main() -> int:
     chosen = [c for c in cases() if not args.names or any(n in c.name for n in args.names)]
     pool = RankPool()
     ones: dict[tuple[str, str], Outcome] = {}
-    lines = ["| layout | ranks | model | loss | grad norm | parameters |", "|---|---|---|---|---|---|"]
+    lines = ["| layout | ranks | model | loss | grad norm | parameters |",
+             "|---|---|---|---|---|---|"]
     print("\n".join(lines))
     bad = 0
     for case in chosen:

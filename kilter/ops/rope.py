@@ -212,9 +212,9 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):  # type: ignore[no-untyped-def]
-    q_norm, k_norm = ctx.saved_tensors[4:]
-    dqkv, dq_norm, dk_norm = _rope_qkv_grad_op(dq, dk, dv, *ctx.saved_tensors, ctx.eps,
-                                               ctx.zero_centred)
+    saved = ctx.saved_tensors  # once: under recompute they can be taken only once
+    q_norm, k_norm = saved[4:]
+    dqkv, dq_norm, dk_norm = _rope_qkv_grad_op(dq, dk, dv, *saved, ctx.eps, ctx.zero_centred)
     return (dqkv, None, None, None, None if q_norm is None else dq_norm,
             None if k_norm is None else dk_norm, None, None, None)
 

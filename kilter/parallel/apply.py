@@ -49,15 +49,15 @@ class Spread:
 
     Attributes:
         model: the decoder with this rank's tensors.
-        forward: (batch, targets_T) -> log-probabilities [T], see `TokenLogprobs`; every forward of
-            training goes through it.
+        forward: (batch, targets_T) -> log-probabilities [T], with counts a loss: see
+            `TokenLogprobs`; every forward of training goes through it.
         held: what the optimizer steps (trainable parameters only).
         shards: what of every parameter the decoder has (before data parallelism cuts it further).
     """
 
     mesh: Mesh
     model: Decoder
-    forward: Callable[[Batch, Tensor], Tensor]
+    forward: Callable[..., Tensor]
     shards: dict[str, Shard]
     local: dict[str, tuple[nn.Parameter, Shard]]  # every parameter's elements on this rank
     data: DataParallel = field(repr=False)

@@ -104,7 +104,8 @@ class Replicated:
 class ShardedStates:
     """ZeRO 1 and 2: whole parameters, but each rank steps only its rows of them. With zero 2 a
     micro-batch's gradients are summed and cut as backward makes them, so no rank ever holds more
-    of them whole than a bucket; with zero 1 this happens once a step."""
+    of them whole than three buckets: one that fills and two on their way; with zero 1 this happens
+    once a step."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], shards: dict[str, Shard],
                  axis: Axis, replicate: Axis, zero: int) -> None:

@@ -126,9 +126,10 @@ def _problem(spec: ModelSpec, degree: int) -> str:
                 f"{-(-spec.vocab_size // chunk)} chunks of {chunk}, fewer than ranks")
     end = 0
     for count in tree_shares(shards, degree):
-        here = {n for *_, n in _groups(spec, end, end + count)}
-        if len(here) > 1:
-            return (f"one rank would have KV groups with {' and '.join(map(str, sorted(here)))} "
-                    f"query heads, and they must be equal")
+        groups = _groups(spec, end, end + count)
+        if len(groups) > 1 and any(here < spec.queries_per_kv for *_, here in groups):
+            shares = " and ".join(str(here) for *_, here in groups)
+            return (f"one rank would have {shares} query heads of {len(groups)} KV groups of "
+                    f"{spec.queries_per_kv}; a rank has whole groups, or a part of a single one")
         end += count
     return ""

@@ -49,9 +49,13 @@ class TokenLogprobs(nn.Module):
         self._tensor = tensor
         self._sequence = sequence
 
-    def forward(self, batch: Batch, targets_T: Tensor) -> Tensor:
+    def forward(self, batch: Batch, targets_T: Tensor, counts_T: Tensor | None = None) -> Tensor:
         """float32 [T]. Where a target is negative (no label) the result is 0 and no gradient
         flows.
+
+        With ``counts_T``, float32 [T], the loss instead: minus the sum of the log-probabilities
+        times what each counts, a scalar. Its gradient is made beside it where the vocabulary is
+        whole, which spares a product (`kilter.ops.head.head_loss`).
 
         Raises:
             ValueError: for a token or target outside the vocabulary.
@@ -63,11 +67,17 @@ class TokenLogprobs(nn.Module):
         head = decoder.embed if decoder.head is None else decoder.head
         weight = through(head.uses, head.weight)
         assert isinstance(weight, Tensor)
+        if counts_T is not None:
+            counts_T = torch.where(kept_T, counts_T, 0.0)
         if self._tensor.size > 1:
             x_TD = whole_rows(x_TD, self._tensor, self._sequence)
+        elif counts_T is not None:
+            return decoder.ops.head_loss(x_TD, weight, targets_T, counts_T)[0]
         first = decoder.embed.first if isinstance(decoder.embed, VocabEmbedding) else 0
         logprobs_T = _Logprobs.apply(x_TD, weight, targets_T, first, decoder.spec.vocab_size,
                                      self._tensor, decoder.ops)
+        if counts_T is not None:
+            return -(counts_T * logprobs_T).sum(dtype=torch.float64).float()
         return torch.where(kept_T, logprobs_T, 0.0)
 
 

@@ -91,7 +91,7 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
     own_loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, micro_batch in enumerate(micro_batches):
         with phase("forward"):
-            loss = token_loss(spread, micro_batch, device) / valid
+            loss = token_loss(spread, micro_batch, device, 1.0 / valid)
             own_loss += loss.detach().double()
         with phase("backward"):
             spread.begin(last=i == len(micro_batches) - 1)
@@ -112,15 +112,17 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
     return StepResult(loss_value, norm, valid, tokens)
 
 
-def token_loss(spread: Spread, micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """Sum of the token losses of one micro-batch (negative log-likelihood), float32 scalar."""
+def token_loss(spread: Spread, micro_batch: MicroBatch, device: torch.device,
+               count: float = 1.0) -> Tensor:
+    """Sum of the token losses of one micro-batch (negative log-likelihood) times what each token
+    counts, float32 scalar."""
     batch, targets_T = micro_batch.batch(device), micro_batch.targets_T.to(device)
     layout = spread.mesh.layout
     missing = -batch.num_tokens % layout.tp if layout.sequence_parallel else 0
     if missing:
         batch = _padded(batch, missing)
         targets_T = torch.nn.functional.pad(targets_T, (0, missing), value=-1)
-    return -spread.forward(batch, targets_T).sum()
+    return spread.forward(batch, targets_T, torch.full(targets_T.shape, count, device=device))
 
 
 @torch.no_grad()

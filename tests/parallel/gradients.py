@@ -59,7 +59,7 @@ def backward(spread: Spread, micro_batches: Sequence[Rows], valid: int) -> float
     """A step without the optimizer; returns this rank's part of the loss."""
     total = 0.0
     for i, micro_batch in enumerate(micro_batches):
-        loss = token_loss(spread, micro_batch, torch.device("cpu")) / valid
+        loss = token_loss(spread, micro_batch, torch.device("cpu"), 1.0 / valid)
         spread.begin(last=i == len(micro_batches) - 1)
         loss.backward()
         total += float(loss.detach())

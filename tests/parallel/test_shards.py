@@ -41,6 +41,13 @@ def test_owned_boxes_cover_every_parameter_once(groups: int, queries: int, ffn: 
         owned = [box for s in shards for box, own in zip(s.boxes, s.owned, strict=True) if own]
         assert covers(tuple(parameter.shape), owned), name
     assert sum(part.leaves for part in parts) == spec.virtual_shards
+    for rank, part in enumerate(parts):
+        assert rank in part.sharers
+        held = {group for group, *_ in part.groups}
+        for other, theirs in enumerate(parts):  # who shares a KV head with whom, by definition
+            shares = bool(held & {group for group, *_ in theirs.groups})
+            assert shares == (other in part.sharers)
+        assert len(part.sharers) == 1 or len(part.groups) == 1
     assert sum(part.spec.num_heads for part in parts) == spec.num_heads
 
 
@@ -53,6 +60,22 @@ def test_every_degree_up_to_the_virtual_shards_works(spec: ModelSpec) -> None:
 def test_a_degree_that_cannot_be_names_those_that_can() -> None:
     with pytest.raises(ValueError, match=r"over 4 tensor-parallel ranks.*that work: 1, 2, 3\."):
         split_model(MODELS["smollm2"](), 4)
+
+
+@pytest.mark.parametrize(("spec", "degree", "said"), [
+    (spec_of(3, 3, 9), 2, None), (spec_of(3, 1, 7), 2, "3 query and 1 KV heads and 7 feed-forward"),
+    (spec_of(4, 2, 6), 3, "its sums have 2 parts, fewer than ranks"),
+    (spec_of(8, 8, 64, vocab=5), 6, "vocabulary of 5 tokens is cut in 5 chunks"),
+    (spec_of(6, 3, 12), 2, "2 and 1 query heads of 2 KV groups of 2"),
+    (spec_of(6, 3, 12), 4, "1 and 1 query heads of 2 KV groups of 2")],
+    ids=["fits", "feed-forward", "heads", "vocabulary", "uneven groups", "even parts of groups"])
+def test_every_reason_is_said_before_anything_starts(spec: ModelSpec, degree: int,
+                                                     said: str | None) -> None:
+    if said is None:
+        assert len(split_model(spec, degree)) == degree
+        return
+    with pytest.raises(ValueError, match=f"{said}.*Degrees that work: 1"):
+        split_model(spec, degree)
 
 
 @settings(deadline=None)

@@ -61,8 +61,8 @@ class Admission:
     def add(self, answers: int) -> None:
         if self.unfinished + answers > self.limit:
             raise ApiError(
-                429, f"{self.unfinished} answers are under way, and this server takes at most "
-                     f"{self.limit} at a time; {answers} more have to come later.",
+                429, f"This server takes at most {self.limit} answers at a time and has "
+                     f"{self.unfinished} under way, so {answers} more have to come later.",
                 headers={"Retry-After": str(self.retry_after(answers))})
         self.unfinished += answers
         self._idle.clear()
