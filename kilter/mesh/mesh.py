@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,12 +35,16 @@ class Mesh:
         ValueError: if the layout is not one of the world's size.
     """
 
-    def __init__(self, layout: Layout, device_type: str = "cpu", *, alone: bool = False) -> None:
-        """``alone`` ignores the default process group; the layout is then of one rank."""
+    def __init__(self, layout: Layout, device_type: str = "cpu", *, alone: bool = False,
+                 timeout: timedelta | None = None) -> None:
+        """``alone`` ignores the default process group; the layout is then of one rank.
+        ``timeout``: how long a collective waits for the other ranks; default torch's own, which
+        is not the default group's."""
         distributed = dist.is_initialized() and not alone
         layout.check(dist.get_world_size() if distributed else 1)
         self.layout = layout
         self.device_type = device_type
+        self.timeout = timeout
         self.rank = dist.get_rank() if distributed else 0
         self.coordinates = layout.coordinates(self.rank)
         self._axes: dict[str, Axis] = {}
@@ -94,7 +100,7 @@ class Mesh:
             group = dist.group.WORLD
         elif len(mine) > 1:
             for ranks in groups:  # all ranks make all groups, so that their names agree
-                made = dist.new_group(ranks, group_desc=name)
+                made = dist.new_group(ranks, timeout=self.timeout, group_desc=name)
                 if ranks is mine:
                     group = made
         return Axis(name, tuple(mine), mine.index(self.rank), group)

@@ -20,7 +20,7 @@ from kilter.ops.dispatch import watched
 STORAGES = ("fp32", "bf16", "fp16", "int8", "int4")  # what `pack` can be asked for
 _FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_GROUP = 32  # of weights quantised here
+QUANT_GROUP = 32  # columns that `pack` quantises together
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,15 @@ def pack(weight: Tensor | QuantTensor, storage: str = "auto", *,
         return target
     storage = _FLOATS[weight.dtype] if storage == "auto" else storage
     quantised = storage in ("int8", "int4")
-    target = _allocate((n, k), storage, _GROUP if quantised else 0, 2 if quantised else 0,
+    target = _allocate((n, k), storage, QUANT_GROUP if quantised else 0, 2 if quantised else 0,
                        storage == "int4", halves)
     bad = torch.zeros(1, dtype=torch.int64)
     _pack.call(plain_matrix(weight.detach(), halves), None, None, None, target.matrix,
                bad.data_ptr())
     if bad.item():
         raise ValueError(f"The weight [{n}, {k}] cannot be stored as {storage}: {bad.item()} "
-                         f"group(s) of {_GROUP} hold an infinity, a NaN or values too large for "
-                         "an fp16 scale. Store it as fp32 or bf16.")
+                         f"group(s) of {QUANT_GROUP} hold an infinity, a NaN or values too large "
+                         "for an fp16 scale. Store it as fp32 or bf16.")
     return target
 
 

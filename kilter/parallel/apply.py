@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from kilter.comm.axis import Axis
 from kilter.mesh.mesh import Mesh
-from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.init import initial
 from kilter.models.linear import Embedding, Linear
@@ -199,7 +198,7 @@ def kv_sharers(spec: ModelSpec, mesh: Mesh) -> Axis:
         for run in runs:
             members = [ranks[i] for i in run]
             if len(members) > 1:  # made by all ranks of the world, theirs or not
-                group = dist.new_group(members, group_desc="tp_kv")
+                group = dist.new_group(members, timeout=mesh.timeout, group_desc="tp_kv")
                 if mesh.rank in members:
                     mine = Axis("tp_kv", tuple(members), members.index(mesh.rank), group)
     return mine

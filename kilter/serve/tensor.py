@@ -28,7 +28,7 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.ops.logprob import vocab_chunk
-from kilter.ops.packed import QuantTensor, pack
+from kilter.ops.packed import QUANT_GROUP, QuantTensor, pack
 from kilter.parallel.apply import kv_sharers
 from kilter.parallel.heads import vocab_chunks
 from kilter.parallel.load import read_shard
@@ -44,7 +44,6 @@ from kilter.weights.load import Storage, check_storage, put_weight
 _STOP, _STEP, _COPY, _WEIGHTS = range(4)
 _ARRAYS = ("tokens_T", "positions_T", "cu_seqlens_S1", "context_S", "slots_T", "page_table_SP",
            "rows_N")
-_GROUP = 32  # columns that `pack` quantises together; groups of files are as many or half
 _IDLE = timedelta(days=365)  # how long followers wait for a step
 
 
@@ -106,7 +105,7 @@ def _put_part(model: Decoder, name: str, source: ModelSource, shard: Shard, stor
     box, (_, *columns) = shard.boxes[0], shard.shape
     if storage in ("int8", "int4") and columns and box.size[1] < columns[0]:
         start, stop = box.start[1], box.start[1] + box.size[1]
-        low, high = start - start % _GROUP, min(stop + -stop % _GROUP, columns[0])
+        low, high = start - start % QUANT_GROUP, min(stop + -stop % QUANT_GROUP, columns[0])
         if (low, high) != (start, stop):
             wide = Box((box.start[0], low), (box.size[0], high - low))
             weight = read_shard(source, name, Shard.of(shard.shape, [wide]))

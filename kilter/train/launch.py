@@ -142,7 +142,7 @@ def _as_rank(job: TrainJob) -> Exit:
     if rank == 0 and restart:
         print(f"A rank died; restart {restart} of at most {job.launch.max_restarts}.",
               file=sys.stderr, flush=True)
-    mesh = Mesh(job.layout, device)
+    mesh = Mesh(job.layout, device, timeout=timeout)
     if rank == 0:  # alone first: it says what is wrong, and tokenises what is not yet
         inputs = open_inputs(job)
     dist.barrier()

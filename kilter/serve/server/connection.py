@@ -28,8 +28,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"The request's headers have more than {_BYTES} bytes.",
                                   code="headers_too_large"))
             return
-        self._waiting += len(data)
         super().data_received(data)
+        self._waiting += len(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
