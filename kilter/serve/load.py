@@ -41,7 +41,11 @@ def load_engine(path: Path, *, storage: Storage = "auto", device: str = "cpu", e
     source = open_model(path)
     spec = source.spec
     if context is None:
-        context = min(spec.max_positions, _DEFAULT_CONTEXT)
+        context = min(spec.max_positions, _DEFAULT_CONTEXT, kv_tokens or _DEFAULT_CONTEXT)
+    elif kv_tokens is not None and kv_tokens < context:
+        raise ValueError(f"A context of {context} tokens was asked for, but a cache of "
+                         f"{kv_tokens}, which would never hold one; give the cache at least as "
+                         f"many.")
     if not 2 <= context <= spec.max_positions:
         raise ValueError(f"A context of {context} tokens was asked for, but it must be from 2 to "
                          f"this model's {spec.max_positions}.")

@@ -134,7 +134,12 @@ def _rank(rank: int, told: str) -> None:
     model, shards = load_part(open_model(Path(facts["path"])), me, storage=options.storage,
                               exact=options.exact, kv_dtype=getattr(torch, options.kv_dtype),
                               max_positions=options.context)
-    follow(model, config, me, shards)
+    try:
+        follow(model, config, me, shards)
+    except RuntimeError as error:  # another rank is gone; rank 0 says so
+        if facts["parent"] == os.getppid() and "onnection" not in str(error):
+            raise
+        os._exit(1)
 
 
 class _Others:

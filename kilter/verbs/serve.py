@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = _config(args)
+    from kilter.serve.params import GrammarSpec, SamplingParams
     from kilter.serve.server.context import build_context
     from kilter.serve.server.lifecycle import Server, bind, url_of
 
@@ -71,6 +74,12 @@ def run(args: argparse.Namespace) -> int:
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with bind(config) as listener:
         engine = load(args, args.max_running, kv_tokens=args.kv_tokens, policy=args.policy)
+        # The engine's thread and the event loop hand the interpreter to each other many times a
+        # step, and waiting for it costs more than handing it over.
+        sys.setswitchinterval(0.001)
+        if importlib.util.find_spec("llguidance") is not None:
+            # Reads the vocabulary, which takes a second and would hold up everybody later.
+            engine.compile_grammar(SamplingParams(grammar=GrammarSpec("json_object")))
         url = url_of(listener)
         context = build_context(engine, config)
 

@@ -201,10 +201,11 @@ def test_a_gradient_flows_through_packed_weights_and_gates() -> None:
 
 def test_the_operator_keeps_torchs_contract() -> None:
     x, weight = torch.randn(4, 32, requires_grad=True), torch.randn(10, 32, requires_grad=True)
-    torch.library.opcheck(torch.ops.kilter.linear.default, (x, weight, torch.randn(10), 2, []))
+    torch.library.opcheck(torch.ops.kilter.linear.default,
+                          (x, weight, torch.randn(10), torch.randn(4, 10), 2, []))
     packed = pack(weight, "int8")
     torch.library.opcheck(torch.ops.kilter.linear.default,
-                          (x, packed.data, None, 1, packed.facts()))
+                          (x, packed.data, None, None, 1, packed.facts()))
 
 
 def test_fake_tensors_know_the_shapes() -> None:

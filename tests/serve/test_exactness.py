@@ -43,7 +43,8 @@ def test_self_test_is_exact() -> None:
     assert [r for r in results if r[1] != 0.0] == []
 
 
-def _linear_that_looks_at_the_batch(x, weight, bias=None, residual=None):  # type: ignore[no-untyped-def]
+def _linear_that_looks_at_the_batch(  # type: ignore[no-untyped-def]
+        x, weight, bias=None, residual=None, *, splits=1):
     """Right to rounding, but it sums in two halves when the number of rows is even."""
     dense = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
     half = x.shape[1] // 2 if x.shape[0] % 2 == 0 else x.shape[1]

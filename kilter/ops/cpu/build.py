@@ -103,7 +103,12 @@ def build(isa: str | None = None) -> Path:
     target = folder / f"kilter-{isa}-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(f"The CPU kernels are kept in {folder}, which cannot be made "
+                               f"({error.strerror}); set KILTER_HOME to a folder that can be "
+                               f"written.") from error
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():  # another process may have built it while we waited

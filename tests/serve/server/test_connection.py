@@ -13,7 +13,7 @@ import pytest
 
 from kilter.serve.server import connection
 from tests.serve.server.conftest import Running
-from tests.serve.server.test_limits import idle, wait_for
+from tests.serve.server.test_limits import idle, paused, wait_for
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -116,8 +116,12 @@ def test_all_answers_of_a_step_are_sent_at_once(server: Running) -> None:
     """Each write is an HTTP chunk: with n equal answers every one has the same of all of them."""
     body = json.dumps({"prompt": ["ab", "ab"], "n": 3, "temperature": 0, "max_tokens": 8,
                        "ignore_eos": True, "stream": True, "return_token_ids": True}).encode()
-    answer = exchange(server, POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
-                      % (len(body), body)).partition(b"\r\n\r\n")[2]
+    with paused(server), connect(server) as client:  # until all of them can begin together
+        client.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+                       % (len(body), body))
+        wait_for(lambda: server.context.engine.stats.waiting == 6)
+        server.context.engine.resume()
+        answer = read_all(client).partition(b"\r\n\r\n")[2]
     writes = []
     while answer:
         size, _, answer = answer.partition(b"\r\n")
