@@ -157,7 +157,7 @@ def main() -> None:
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    if False: write_section("train_step", "\n".join([
+    write_section("train_step", "\n".join([
         f"{provenance()} SmolLM2 135M, fp32, {args.tokens} tokens in {len(texts)} documents, "
         f"forward and backward, {args.threads} threads.", "",
         "| | seconds | tokens/s | processor seconds |", "|---|---|---|---|",

@@ -253,9 +253,7 @@ def test_a_tape_follows_contexts_and_pages() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients(monkeypatch: pytest.MonkeyPatch, window: int | None,
-                   dtype: torch.dtype) -> None:
-    monkeypatch.setattr(module, "_BACKWARD_ROWS", 16)
+def test_gradients(window: int | None, dtype: torch.dtype) -> None:
     text = Text.of(70, 6, 2, 24, window, dtype)
     cu = ints(0, 1, 1, 41, 70)
     leaves = [x.clone().requires_grad_() for x in (text.q, text.k, text.v)]
@@ -271,6 +269,35 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, window: int | None,
         assert got.grad is not None and x.grad is not None and got.grad.dtype == got.dtype
         close = 1e-4 if got.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(got.grad.double(), x.grad, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim", "window"), [
+    (9, 3, 64, None), (4, 1, 256, 100), (3, 3, 10, None), (14, 2, 20, 33), (100, 1, 6, None)])
+def test_gradients_over_several_blocks(heads: int, groups: int, dim: int,
+                                       window: int | None) -> None:
+    text = Text.of(330, heads, groups, dim, window)
+    leaves = [x.clone().requires_grad_() for x in (text.q, text.k, text.v)]
+    exact = [x.double().requires_grad_() for x in (text.q, text.k, text.v)]
+    out = attention(*leaves, ints(0, 300, 330), scale=dim ** -0.5, window=window)
+    weight = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, weight)
+    want = torch.autograd.grad(
+        torch.cat([expected(*(x[a:b] for x in exact), dim ** -0.5, window)[0]
+                   for a, b in ((0, 300), (300, 330))]), exact, weight.double())
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5 * float(b.abs().max()), rtol=1e-5)
+
+
+def test_the_pure_torch_backward_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BACKWARD_ROWS", 16)
+    text = Text.of(90, 4, 2, 24, 40)
+    leaves = [x.requires_grad_() for x in (text.q, text.k, text.v)]
+    out = text.whole()
+    kernel = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    monkeypatch.setattr(module, "available", lambda: False)
+    plain = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for a, b in zip(kernel, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_operator_is_well_behaved() -> None:

@@ -147,6 +147,28 @@ def test_many_rows_and_strided_views_have_the_bits_of_few(weight: torch.dtype) -
         assert torch.equal(linear(x[t:t + 1], pack(w))[0], y[t])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_weights_larger_than_a_segment_have_the_bits_of_one_row(
+        threads: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million weights are widened at a time where there are several blocks of rows."""
+    use_library(monkeypatch, runnable_isas()[0], threads)
+    x, bias = torch.randn(200, 1200), torch.randn(2 * 1013)
+    residual = torch.randn(200, 2 * 1013)
+    for weight in (torch.randn(2 * 1013, 1200), torch.randn(2 * 1013, 1200).bfloat16()):
+        packed = pack(weight, "int8", gated=True)
+        y = linear(x, weight, bias, residual, splits=splits)
+        gated = gated_linear(x, weight, bias, splits=splits)
+        quantised = gated_linear(x, packed, bias, splits=splits)
+        for t in (0, 95, 96, 199):
+            row = slice(t, t + 1)
+            assert torch.equal(linear(x[row], pack(weight), bias, residual[row], splits=splits),
+                               y[row])
+            assert torch.equal(gated_linear(x[row], pack(weight, gated=True), bias, splits=splits),
+                               gated[row])
+            assert torch.equal(gated_linear(x[row], packed, bias, splits=splits), quantised[row])
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [7, 32, 80, 100])
 def test_the_gated_epilogue_has_the_bits_of_the_separate_op(activation: str, width: int) -> None:
@@ -184,8 +206,19 @@ def test_gradients_are_torchs_and_the_forward_keeps_its_bits(dtype: torch.dtype)
         assert leaf.grad is not None and truth.grad is not None and leaf.grad.dtype == leaf.dtype
         assert torch.allclose(leaf.grad.double(), truth.grad, atol=1e-4,
                               rtol=1e-2 if leaf.dtype == torch.bfloat16 else 1e-5)
-    assert x.grad is not None
-    assert torch.equal(x.grad[3:4], linear_grad_input(cotangent[3:4], weight.detach()))
+    again = torch.autograd.grad(linear(x, weight, bias, residual), leaves, cotangent)
+    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, again, strict=True)
+               if leaf.grad is not None)
+
+
+def test_a_row_of_linear_grad_input_has_the_same_bits_everywhere() -> None:
+    for weight in (torch.randn(40, 48), torch.randn(40, 48).bfloat16()):
+        dy = torch.randn(300, 40)
+        dx = linear_grad_input(dy, weight)
+        assert torch.allclose(dx.double(), dy.double() @ weight.double(), atol=1e-4)
+        assert torch.equal(dx, linear_grad_input(dy, pack(weight)))
+        for t in (0, 95, 96, 299):
+            assert torch.equal(dx[t:t + 1], linear_grad_input(dy[t:t + 1], weight))
 
 
 def test_a_gradient_flows_through_packed_weights_and_gates() -> None:
