@@ -40,6 +40,8 @@ def load_engine(path: Path, *, storage: Storage = "auto", device: str = "cpu", e
     """
     source = open_model(path)
     spec = source.spec
+    if kv_tokens is not None and kv_tokens < 2:
+        raise ValueError(f"kv_tokens is {kv_tokens}, but a cache must hold at least 2 tokens.")
     if context is None:
         context = min(spec.max_positions, _DEFAULT_CONTEXT, kv_tokens or _DEFAULT_CONTEXT)
     elif kv_tokens is not None and kv_tokens < context:
