@@ -216,7 +216,8 @@ def main() -> None:
     result: dict[str, Any] = {
         "provenance": provenance(), "stream": not args.no_stream, "repeats": args.repeats,
         "absent": absent, "loads": {load.name: load.what for load in loads},
-        "commands": {spec.name: list(spec.command) for spec in specs}, "starts": starts,
+        "commands": {spec.name: [word.rsplit("/", 1)[-1] for word in spec.command]
+                     for spec in specs}, "starts": starts,
         "ratios": ratios(figures),
         "figures": {load: {name: [asdict(f) for f in turns] for name, turns in by_name.items()}
                     for load, by_name in figures.items()},
