@@ -38,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
 # What kilter/ may import beside the standard library; transformers and gguf are test oracles, so
 # they are not here. Three packages need not be installed, and only one place each may ask for them.
 OUTSIDE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich", "triton",
-           "huggingface_hub", "llguidance", "fastapi", "starlette", "uvicorn", "pydantic",
+           "huggingface_hub", "llguidance", "fastapi", "starlette", "uvicorn", "httptools", "pydantic",
            "prometheus_client", "pyarrow", "tensorboard"}
 ONLY_IN = {"triton": "ops/cuda/", "huggingface_hub": "weights/pull.py",
            "llguidance": "serve/", "fastapi": "serve/server/", "starlette": "serve/server/",
