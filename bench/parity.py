@@ -21,6 +21,7 @@ from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.parallel.apply import Spread, apply
+from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
 from kilter.train.optimizer import Optimizer, OptimizerConfig
 from kilter.train.step import train_step
@@ -38,6 +39,7 @@ class Case:
     layout: Layout
     model: str = "tied"
     recompute: Recompute = field(default_factory=Recompute)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, eps=1e-6))
 
     @property
@@ -45,11 +47,11 @@ class Case:
         return GLOBAL_MICRO_BATCHES // self.layout.dp
 
 
-def tiny(tied: bool) -> ModelSpec:
+def tiny(tied: bool, layers: int = 4) -> ModelSpec:
     """A Llama-like model with grouped queries: 4 layers, 8 query and 4 KV heads."""
     return ModelSpec(
         architecture="LlamaForCausalLM", vocab_size=331, hidden_size=32, ffn_size=64, num_heads=8,
-        num_kv_heads=4, head_dim=8, layers=(LayerSpec(RopeSpec()),) * 4, max_positions=64,
+        num_kv_heads=4, head_dim=8, layers=(LayerSpec(RopeSpec()),) * layers, max_positions=64,
         tied_head=tied)
 
 
@@ -73,7 +75,7 @@ def smollm2() -> ModelSpec:
 
 
 MODELS = {"tied": lambda: tiny(True), "untied": lambda: tiny(False), "everything": everything,
-          "smollm2": smollm2}
+          "smollm2": smollm2, "deep": lambda: tiny(True, layers=9)}
 
 
 def cases() -> list[Case]:
@@ -125,6 +127,43 @@ def cases() -> list[Case]:
         Case("everything tp4+sp", Layout(tp=4), "everything"),
         Case("everything tp4 zero3-2", Layout(tp=4, dp=2, zero=3), "everything"),
         Case("everything zero3-4", Layout(dp=4, zero=3), "everything"),
+        Case("pp2 naive", Layout(pp=2), pipeline=PipelineConfig("naive")),
+        Case("pp2 gpipe", Layout(pp=2), "untied", pipeline=PipelineConfig("gpipe")),
+        Case("pp4 1f1b", Layout(pp=4)),
+        Case("pp3 1f1b uneven", Layout(pp=3), "deep", pipeline=PipelineConfig(layers=(2, 5, 2))),
+        Case("pp2 interleaved", Layout(pp=2), pipeline=PipelineConfig("interleaved")),
+        Case("pp4 interleaved", Layout(pp=4), "deep", pipeline=PipelineConfig("interleaved")),
+        Case("pp4 zb-h1", Layout(pp=4), "untied", pipeline=PipelineConfig("zb-h1")),
+        Case("pp2 zb-v", Layout(pp=2), pipeline=PipelineConfig("zb-v")),
+        Case("pp4 zb-v", Layout(pp=4), "deep", pipeline=PipelineConfig("zb-v")),
+        Case("pp2 dualpipe-v", Layout(pp=2), pipeline=PipelineConfig("dualpipe-v")),
+        Case("pp4 dualpipe-v", Layout(pp=4), "deep", pipeline=PipelineConfig("dualpipe-v")),
+        Case("pp2 1f1b ddp2", Layout(pp=2, dp=2)),
+        Case("pp2 zb-h1 zero1-2", Layout(pp=2, dp=2, zero=1), pipeline=PipelineConfig("zb-h1")),
+        Case("pp2 1f1b zero2-2", Layout(pp=2, dp=2, zero=2)),
+        Case("pp2 zb-v zero2-2", Layout(pp=2, dp=2, zero=2), pipeline=PipelineConfig("zb-v")),
+        Case("pp2 1f1b zero3-2", Layout(pp=2, dp=2, zero=3)),
+        Case("pp2 zb-h1 zero3-2", Layout(pp=2, dp=2, zero=3), pipeline=PipelineConfig("zb-h1")),
+        Case("pp2 zb-v hsdp 2x2", Layout(pp=2, dp=4, replicate=2, zero=3),
+             pipeline=PipelineConfig("zb-v")),
+        Case("pp2 interleaved tp2+sp", Layout(pp=2, tp=2), pipeline=PipelineConfig("interleaved")),
+        Case("pp2 zb-v tp2+sp", Layout(pp=2, tp=2), "untied", pipeline=PipelineConfig("zb-v")),
+        Case("pp2 1f1b tp2+sp zero3-2", Layout(pp=2, tp=2, dp=2, zero=3)),
+        Case("pp2 zb-h1 tp2 zero1-2",
+             Layout(pp=2, tp=2, dp=2, zero=1, sequence_parallel=False),
+             pipeline=PipelineConfig("zb-h1")),
+        Case("pp2 1f1b recompute full", Layout(pp=2), recompute=full),
+        Case("pp2 zb-v recompute selective", Layout(pp=2), recompute=selective,
+             pipeline=PipelineConfig("zb-v")),
+        Case("everything pp2 zb-h1 tp4+sp", Layout(pp=2, tp=4), "everything",
+             pipeline=PipelineConfig("zb-h1")),
+        Case("everything pp4 dualpipe-v", Layout(pp=2, dp=2, zero=3), "everything",
+             pipeline=PipelineConfig("dualpipe-v")),
+        Case("muon pp2 zero3-2", Layout(pp=2, dp=2, zero=3),
+             optimizer=OptimizerConfig("muon", lr=1e-3, eps=1e-6)),
+        Case("smollm2 pp2 1f1b", Layout(pp=2), "smollm2"),
+        Case("smollm2 pp2 zb-v tp3+sp", Layout(pp=2, tp=3), "smollm2",
+             pipeline=PipelineConfig("zb-v")),
         Case("smollm2 zero3-2", Layout(dp=2, zero=3), "smollm2"),
         Case("smollm2 tp3+sp", Layout(tp=3), "smollm2"),
         Case("smollm2 tp2+sp zero2-2", Layout(tp=2, dp=2, zero=2), "smollm2"),
@@ -184,7 +223,7 @@ def train(case: Case, steps: int = 3) -> Outcome:
     mesh = Mesh(case.layout) if case.layout.world > 1 else Mesh.single()
     with torch.device("meta"):
         model = Decoder(spec)
-    spread = apply(model, mesh, recompute=case.recompute)
+    spread = apply(model, mesh, recompute=case.recompute, pipeline=case.pipeline)
     spread.initialise(seed=1)
     optimizer = Optimizer(spread.held, case.optimizer, mesh.axis("dp_cp_tp"))
     losses, norms = [], []

@@ -27,9 +27,11 @@ ARROWS: dict[str, set[str]] = {
     "parallel": {"models", "weights", "mesh", "comm", "ops"},
     "train": {"job", "parallel", "weights", "tokens", "models", "mesh", "comm", "ops", "report"},
     "serve": {"parallel", "models", "weights", "tokens", "mesh", "comm", "ops", "report"},
+    "rl": {"train", "serve", "parallel", "weights", "tokens", "models", "mesh", "comm", "ops",
+           "report", "job"},
     "job": set(),
     "verbs": {"models", "weights", "tokens", "ops", "serve", "report", "job", "train", "parallel",
-              "mesh", "comm"},
+              "mesh", "comm", "rl"},
     "cli": {"verbs"},
     "__init__": {"serve"},  # the public names, lazily
     "__main__": {"cli"},

@@ -49,10 +49,14 @@ class Attention(nn.Module):
             k_norm=None if self.k_norm is None else self.k_norm.scale,
             eps=spec.norm_eps, zero_centred=spec.norm_zero_centred,
             kv=cache, kv_dtype=self.kv_dtype)
-        o_THd = self.ops.attention(
-            q_THd, keys, values, batch.cu_seqlens_S1,
-            context_S=None if kv is None else kv.context_S,
-            page_table_SP=None if kv is None else kv.page_table_SP,
-            page_size=0 if kv is None else kv.page_size,
-            scale=spec.query_scale, window=self.window, max_seqlen=batch.max_seqlen)
+        if batch.attend is not None:
+            o_THd = batch.attend(self.ops, q_THd, keys, values, scale=spec.query_scale,
+                                 window=self.window)
+        else:
+            o_THd = self.ops.attention(
+                q_THd, keys, values, batch.cu_seqlens_S1,
+                context_S=None if kv is None else kv.context_S,
+                page_table_SP=None if kv is None else kv.page_table_SP,
+                page_size=0 if kv is None else kv.page_size,
+                scale=spec.query_scale, window=self.window, max_seqlen=batch.max_seqlen)
         return self.out(o_THd.view(-1, spec.num_heads * spec.head_dim), residual)

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kilter.ops import Ops
 
 
 @dataclass
@@ -33,6 +36,16 @@ class KVView:
     slots_T: Tensor  # int32 [T] slot that each new token's key and value are written to
 
 
+class Attend(Protocol):
+    """What computes attention where a batch's rows are only a part of its sequences (context
+    parallelism), instead of the model's own op."""
+
+    def __call__(self, ops: Ops, q_THd: Tensor, keys_TGd: Tensor, values_TGd: Tensor, *,
+                 scale: float, window: int | None) -> Tensor:
+        """[T, H, d] of this batch's rows, whose queries and keys are turned by rope already; for
+        one layer, which looks back over ``window`` tokens."""
+
+
 @dataclass
 class Batch:
     """One forward pass's input (shapes above). All index tensors are int32 on the model's device
@@ -43,6 +56,7 @@ class Batch:
     cu_seqlens_S1: Tensor
     max_seqlen: int  # largest number of new tokens of any sequence (a host integer)
     kv: KVView | None = None
+    attend: Attend | None = None  # None: each sequence of the batch over its own keys
 
     @property
     def num_tokens(self) -> int:

@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         self.kv_dtype = kv_dtype
         self.max_positions = max_positions or spec.max_positions
         self.embed = Embedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, ops)
-        self.layers = nn.ModuleList(
+        self.layers: nn.ModuleList | nn.ModuleDict = nn.ModuleList(
             DecoderLayer(spec, layer, i, ops, kv_dtype) for i, layer in enumerate(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.norm_zero_centred, ops)
         self.head = None if spec.tied_head else Linear(
@@ -83,12 +83,18 @@ class Decoder(nn.Module):
                 for rope in {layer.rope for layer in self.spec.layers}}
         return self._tables
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """[T, D] after the last norm."""
+    def hidden(self, batch: Batch, x_TD: Tensor | None = None) -> Tensor:
+        """[T, D] after the last norm.
+
+        Args:
+            x_TD: [T, D], what comes into the first of ``layers`` where that is not the embedding:
+                a stage of a pipeline has some of the layers only, under their own names.
+        """
         tables = self.rope_tables(batch.tokens_T.device)
-        x_TD = self.embed(batch.tokens_T)
-        for layer, facts in zip(self.layers, self.spec.layers, strict=True):
-            x_TD = layer(x_TD, batch, tables[facts.rope])
+        if x_TD is None:
+            x_TD = self.embed(batch.tokens_T)
+        for name, layer in self.layers.named_children():
+            x_TD = layer(x_TD, batch, tables[self.spec.layers[int(name)].rope])
         return self.norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:

@@ -15,15 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kilter.ops.linear import grad_input, linear
-from kilter.ops.logprob import check_targets, logprob_grad, token_logprobs_and_lse
+from kilter.ops.logprob import (
+    check_targets,
+    check_temperature,
+    logprob_grad,
+    tempered,
+    token_logprobs_and_lse,
+)
 from kilter.ops.packed import PackedWeight
 
 _LOGITS = 1 << 26  # of a block: 256 MB
 
 
 def head_logprobs(x_TD: Tensor, weight_VD: Tensor | PackedWeight, targets_T: Tensor, *,
-                  block: int | None = None, exact: bool = True) -> Tensor:
-    """Log-probability of ``targets[t]`` under ``softmax(x W^T)``, float32 [T].
+                  block: int | None = None, exact: bool = True,
+                  temperature: float = 1.0) -> Tensor:
+    """Log-probability of ``targets[t]`` under ``softmax(x W^T / temperature)``, float32 [T].
 
     Args:
         x_TD: float32 [T, D], contiguous (on CUDA also the weight's dtype).
@@ -31,27 +38,30 @@ def head_logprobs(x_TD: Tensor, weight_VD: Tensor | PackedWeight, targets_T: Ten
         targets_T: int64 [T].
         block: most tokens whose logits are held at a time; None: about 256 MB of them.
         exact: row-invariant logits; False: torch's own product.
+        temperature: what the logits are divided by (`kilter.ops.logprob.tempered`).
 
     Raises:
-        ValueError: for other shapes, dtypes or layouts, a block below 1, or a target outside the
-            vocabulary.
+        ValueError: for other shapes, dtypes or layouts, a block below 1, a temperature that is not
+            positive, or a target outside the vocabulary.
     """
-    block = _check("head_logprobs", x_TD, weight_VD, targets_T, block)
+    block = _check("head_logprobs", x_TD, weight_VD, targets_T, block, temperature)
     if isinstance(weight_VD, PackedWeight):
-        return _head_logprobs_op(x_TD, weight_VD.data, targets_T, block, exact,
-                                 weight_VD.facts())[0]
-    return _head_logprobs_op(x_TD, weight_VD, targets_T, block, exact, [])[0]
+        return _head_logprobs_op(x_TD, weight_VD.data, targets_T, block, exact, weight_VD.facts(),
+                                 temperature)[0]
+    return _head_logprobs_op(x_TD, weight_VD, targets_T, block, exact, [], temperature)[0]
 
 
 def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, counts_T: Tensor, *,
-              block: int | None = None, exact: bool = True) -> tuple[Tensor, Tensor]:
+              block: int | None = None, exact: bool = True,
+              temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """``-sum(counts * logprobs)`` and the log-probabilities, as of `head_logprobs`.
 
     Only the loss has a gradient, and only for ``x_TD`` and ``weight_VD``, once: it is handed over
     in the backward pass, not kept.
 
     Args:
-        x_TD, weight_VD, targets_T, block, exact: as in `head_logprobs`, the weight not packed.
+        x_TD, weight_VD, targets_T, block, exact, temperature: as in `head_logprobs`, the weight not
+            packed.
         counts_T: float32 [T], what each token counts: 1 / tokens for a mean, 0 to leave one out.
 
     Returns:
@@ -60,23 +70,24 @@ def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, counts_T: Tens
     Raises:
         ValueError: as `head_logprobs`.
     """
-    block = _check("head_loss", x_TD, weight_VD, targets_T, block)
+    block = _check("head_loss", x_TD, weight_VD, targets_T, block, temperature)
     if counts_T.shape != targets_T.shape or counts_T.dtype != torch.float32:
         raise ValueError(f"head_loss needs float32 counts {list(targets_T.shape)}; it got "
                          f"{counts_T.dtype} {list(counts_T.shape)}.")
     grads = torch.is_grad_enabled()
     loss, logprobs, _, _ = _head_loss_op(
         x_TD, weight_VD, targets_T, counts_T, block, exact,
-        grads and x_TD.requires_grad, grads and weight_VD.requires_grad)
+        grads and x_TD.requires_grad, grads and weight_VD.requires_grad, temperature)
     return loss, logprobs.detach()
 
 
 def _check(op: str, x: Tensor, weight: Tensor | PackedWeight, targets: Tensor,
-           block: int | None) -> int:
+           block: int | None, temperature: float) -> int:
     if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"{op} needs x [T, D] and a weight [V, D]; it got {list(x.shape)} and "
                          f"{list(weight.shape)}.")
     check_targets(op, x, targets)
+    check_temperature(temperature)
     if block is not None and block < 1:
         raise ValueError(f"{op} cannot work through the tokens {block} at a time; the block must "
                          "be positive.")
@@ -85,10 +96,11 @@ def _check(op: str, x: Tensor, weight: Tensor | PackedWeight, targets: Tensor,
     return -(-x.shape[0] // blocks) if blocks else block  # of equal size
 
 
-def _logits(x: Tensor, weight: Tensor | PackedWeight, exact: bool) -> Tensor:
+def _logits(x: Tensor, weight: Tensor | PackedWeight, exact: bool, temperature: float) -> Tensor:
     if exact:
-        return linear(x, weight)
-    return F.linear(x, weight if isinstance(weight, Tensor) else weight.dequantize())
+        return tempered(linear(x, weight), temperature, in_place=True)
+    dense = weight if isinstance(weight, Tensor) else weight.dequantize()
+    return tempered(F.linear(x, dense), temperature, in_place=True)
 
 
 def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
@@ -123,11 +135,11 @@ def _blocks(tokens: int, block: int) -> list[slice]:
 
 @torch.library.custom_op("kilter::head_logprobs", mutates_args=())
 def _head_logprobs_op(x: Tensor, weight: Tensor, targets: Tensor, block: int, exact: bool,
-                      facts: list[int]) -> tuple[Tensor, Tensor]:
+                      facts: list[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities and log-sum-exp."""
     out, lse = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in "ab")
     for rows in _blocks(x.shape[0], block):
-        logits = _logits(x[rows], _weight(weight, facts), exact)
+        logits = _logits(x[rows], _weight(weight, facts), exact, temperature)
         out[rows], lse[rows] = token_logprobs_and_lse(logits, targets[rows])
         del logits  # before the next are made
     return out, lse
@@ -135,21 +147,21 @@ def _head_logprobs_op(x: Tensor, weight: Tensor, targets: Tensor, block: int, ex
 
 @_head_logprobs_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, block: int, exact: bool,
-      facts: list[int]) -> tuple[Tensor, Tensor]:
+      facts: list[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], dtype=torch.float32)
     return out, torch.empty_like(out)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, targets, ctx.block, ctx.exact, ctx.facts = inputs
+    x, weight, targets, ctx.block, ctx.exact, ctx.facts, ctx.temperature = inputs
     ctx.save_for_backward(x, weight, targets, output[1])
 
 
 def _backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
     for_x, for_weight = ctx.needs_input_grad[:2]
     dx, dw = _head_grad_op(grad, *ctx.saved_tensors, ctx.block, ctx.exact, ctx.facts, for_x,
-                           for_weight)
-    return dx if for_x else None, dw if for_weight else None, None, None, None, None
+                           for_weight, ctx.temperature)
+    return dx if for_x else None, dw if for_weight else None, *[None] * 5
 
 
 _head_logprobs_op.register_autograd(_backward, setup_context=_save)
@@ -157,12 +169,13 @@ _head_logprobs_op.register_autograd(_backward, setup_context=_save)
 
 @torch.library.custom_op("kilter::head_logprobs_grad", mutates_args=())
 def _head_grad_op(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor,
-                  block: int, exact: bool, facts: list[int], for_x: bool,
-                  for_weight: bool) -> tuple[Tensor, Tensor]:
+                  block: int, exact: bool, facts: list[int], for_x: bool, for_weight: bool,
+                  temperature: float) -> tuple[Tensor, Tensor]:
     matrix = _weight(weight, facts)
+    grad = grad if temperature == 1.0 else grad / temperature
     grads = _Grads(x, matrix, for_x, for_weight)
     for rows in _blocks(x.shape[0], block):
-        logits = _logits(x[rows], matrix, exact)
+        logits = _logits(x[rows], matrix, exact, temperature)
         grads.add(rows, logits, lse[rows], targets[rows], grad[rows])
         del logits
     return grads.dx, grads.dw.to(weight.dtype)
@@ -170,23 +183,25 @@ def _head_grad_op(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse:
 
 @_head_grad_op.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, block: int,
-      exact: bool, facts: list[int], for_x: bool, for_weight: bool) -> tuple[Tensor, Tensor]:
+      exact: bool, facts: list[int], for_x: bool, for_weight: bool,
+      temperature: float) -> tuple[Tensor, Tensor]:
     return (torch.empty_like(x) if for_x else x.new_empty(0),
             torch.empty_like(weight) if for_weight else weight.new_empty(0))
 
 
 @torch.library.custom_op("kilter::head_loss", mutates_args=())
 def _head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, block: int,
-                  exact: bool, for_x: bool,
-                  for_weight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                  exact: bool, for_x: bool, for_weight: bool,
+                  temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, log-probabilities, and the gradients of x and of the weight."""
+    scaled = counts if temperature == 1.0 else counts / temperature
     out = x.new_empty(x.shape[0], dtype=torch.float32)
     grads = _Grads(x, weight, for_x, for_weight)
     for rows in _blocks(x.shape[0], block):
-        logits = _logits(x[rows], weight, exact)
+        logits = _logits(x[rows], weight, exact, temperature)
         out[rows], lse = token_logprobs_and_lse(logits, targets[rows])
         if for_x or for_weight:
-            grads.add(rows, logits, lse, targets[rows], -counts[rows])
+            grads.add(rows, logits, lse, targets[rows], -scaled[rows])
         del logits
     # A token that does not count may have probability 0: 0 times minus infinity is left out.
     terms = torch.where(counts == 0.0, 0.0, out.double() * counts.double())
@@ -195,7 +210,8 @@ def _head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, bl
 
 @_head_loss_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, block: int, exact: bool,
-      for_x: bool, for_weight: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      for_x: bool, for_weight: bool,
+      temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32),
             torch.empty_like(x) if for_x else x.new_empty(0),
             torch.empty_like(weight) if for_weight else weight.new_empty(0))
@@ -213,7 +229,7 @@ def _loss_backward(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-de
     ctx.grads = None
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     return (_times(dx, grad) if needs_x else None, _times(dw, grad) if needs_weight else None,
-            *[None] * 6)
+            *[None] * 7)
 
 
 def _times(x: Tensor, factor: Tensor) -> Tensor:

@@ -111,6 +111,23 @@ def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     return linear(dy_TN, weight.t())
 
 
+def defer_weight_grad(weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Makes backward passes through `linear` with this very tensor leave its gradient out and put
+    what it is made of into the list that is returned: (x [T, K], dy [T, N]) of each use. The rest
+    of the backward pass then need not wait for it (zero bubble, arXiv 2401.10241).
+
+    `weight_grad` makes the gradient.
+    """
+    uses: list[tuple[Tensor, Tensor]] = []
+    weight.deferred = uses  # type: ignore[attr-defined]
+    return uses
+
+
+def weight_grad(x_TK: Tensor, dy_TN: Tensor) -> Tensor:
+    """The gradient of `linear` by its weight, [N, K]."""
+    return dy_TN.t() @ x_TK
+
+
 def tree_shares(splits: int, ranks: int) -> list[int]:
     """How many of a sum's ``splits`` parts each of ``ranks`` ranks holds, in order, so that every
     rank holds a subtree of its tree. The rank of n parts runs `linear` with ``splits=n`` on its
@@ -254,6 +271,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, s
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight, bias, _, _, ctx.facts = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.deferred = getattr(weight, "deferred", None)
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
@@ -263,8 +281,10 @@ def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
         dx = grad_input(dense, _weight(weight, ctx.facts))
-    if ctx.needs_input_grad[1]:
-        dw = (dense.t() @ x).to(weight.dtype)
+    if ctx.deferred is not None:
+        ctx.deferred.append((x, dense))
+    elif ctx.needs_input_grad[1]:
+        dw = weight_grad(x, dense).to(weight.dtype)
     if ctx.needs_input_grad[2]:
         db = dense.sum(0).to(ctx.bias_dtype)
     return dx, dw, db, grad if ctx.needs_input_grad[3] else None, None, None

@@ -10,6 +10,7 @@ whole chunks of the vocabulary computes their `chunk_sums` about the row's maxim
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from kilter.ops.cpu.library import Kernel, available
 from kilter.ops.dispatch import watched
 from kilter.ops.reference import vocab_chunk
 
-__all__ = ["argmax", "chunk_sums", "log_softmax", "logprob_grad", "logprobs_from_sums",
-           "token_logprobs", "vocab_chunk"]
+__all__ = ["argmax", "check_temperature", "chunk_sums", "log_softmax", "logprob_grad",
+           "logprobs_from_sums", "tempered", "token_logprobs", "vocab_chunk"]
 
 
 def _struct(pointers: str, numbers: str) -> type[ctypes.Structure]:
@@ -149,6 +150,30 @@ def logprob_grad(logits_TV: Tensor, lse_T: Tensor, targets_T: Tensor, grad_T: Te
                       out_TV.stride(0), keep=(logits_TV, lse_T, targets_T, grad_T, out_TV))
     torch.autograd.graph.increment_version(out_TV)
     return out_TV
+
+
+def tempered(logits_TV: Tensor, temperature: float | Tensor, *, in_place: bool = False) -> Tensor:
+    """Float32 logits divided by a temperature, also float32: one rounding each, so that whoever
+    samples and whoever scores have the same bits. 1.0 leaves them as they are. No gradient.
+
+    Args:
+        temperature: one for all rows, or of each, [T, 1].
+        in_place: writes into ``logits_TV``.
+    """
+    if isinstance(temperature, float | int):
+        if temperature == 1.0:
+            return logits_TV
+        # As a tensor beside the logits: by a number a GPU multiplies with its reciprocal.
+        temperature = torch.full((), temperature, dtype=torch.float32, device=logits_TV.device)
+    return torch.div(logits_TV, temperature, out=logits_TV if in_place else None)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError for a temperature that no logits can be divided by."""
+    if not 1e-4 < temperature < math.inf:
+        raise ValueError(f"The temperature is {temperature}, but log-probabilities are of logits "
+                         "divided by it: it must be finite and above 1e-4 (up to there the "
+                         "sampler takes the likeliest token).")
 
 
 def argmax(logits_TV: Tensor) -> Tensor:

@@ -5,15 +5,14 @@
     spread = apply(model, mesh)                 # cut, wrapped, memory taken
     spread.load(source)                         # or spread.initialise(seed)
     ...
-    logprobs_T = spread.forward(batch, targets_T)
-    spread.begin(last=True); loss.backward(); spread.finish()
+    spread.backward_all(batches, loss, phase); spread.finish()
     norm = gradient_norm(spread.held, mesh.axis("world"))
     optimizer.step(); spread.updated()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from kilter.comm.axis import Axis
 from kilter.mesh.mesh import Mesh
+from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.init import initial
 from kilter.models.linear import Embedding, Linear
@@ -35,7 +35,16 @@ from kilter.parallel.data import (
 )
 from kilter.parallel.heads import split_model
 from kilter.parallel.load import fill, load_shards
-from kilter.parallel.logprobs import TokenLogprobs
+from kilter.parallel.pipeline.executor import (
+    Part,
+    Phase,
+    Pipeline,
+    PipelineConfig,
+    Score,
+    lanes,
+)
+from kilter.parallel.pipeline.stage import TIED, DeferredGrads, Stage, cut, split_layers
+from kilter.parallel.pipeline.tied import TiedCopy
 from kilter.parallel.recompute import Recompute, apply_recompute
 from kilter.parallel.shards import Shard
 from kilter.parallel.tensor import apply_tensor
@@ -47,35 +56,89 @@ class Spread:
     """A rank's part of a model, ready to train.
 
     Attributes:
-        model: the decoder with this rank's tensors.
-        forward: (batch, targets_T) -> log-probabilities [T], with counts a loss: see
-            `TokenLogprobs`; every forward of training goes through it.
-        held: what the optimizer steps (trainable parameters only).
-        shards: what of every parameter the decoder has (before data parallelism cuts it further).
+        model: the decoder with this rank's tensors; in a pipeline, with the modules of its stages
+            only, so that it cannot be run.
+        shards: what of every parameter a rank's place on the tensor axis has, of all stages and
+            before data parallelism cuts it further.
+        local: every parameter's elements on this rank.
+        parts: its stages, one where there is no pipeline.
+        pipeline: what runs them, where there is one.
     """
 
     mesh: Mesh
     model: Decoder
-    forward: Callable[..., Tensor]
     shards: dict[str, Shard]
-    local: dict[str, tuple[nn.Parameter, Shard]]  # every parameter's elements on this rank
-    data: DataParallel = field(repr=False)
+    local: dict[str, tuple[nn.Parameter, Shard]]
+    parts: list[Part] = field(repr=False)
+    pipeline: Pipeline | None = field(default=None, repr=False)
+    _tied: TiedCopy | None = field(default=None, repr=False)
 
     @property
     def held(self) -> list[Held]:
-        return self.data.held
+        """What the optimizer steps (trainable parameters only)."""
+        return [held for part in self.parts for held in part.data.held
+                if self._tied is None or held is not self._tied.copy]
 
-    def begin(self, last: bool) -> None:
-        """Before a micro-batch's backward; ``last`` if it is the step's last."""
-        self.data.begin(last)
+    @property
+    def forward(self) -> Callable[..., Tensor]:
+        """(batch, targets_T) -> log-probabilities [T], with counts a loss: see `TokenLogprobs`.
+
+        Raises:
+            ValueError: in a pipeline, where no rank has the whole model: `backward_all` and
+                `forward_all` go through its stages.
+        """
+        if self.pipeline is not None:
+            raise ValueError("In a pipeline no rank has the whole model to run; use forward_all or "
+                             "backward_all, which go through all stages.")
+        return self.parts[0].stage
+
+    def backward_all(self, batches: Sequence[Batch], loss: Score, phase: Phase) -> Tensor:
+        """Forward and backward of a step's micro-batches; gradients are whole after `finish`.
+
+        Args:
+            batches: this rank's, the same on all ranks of a pipeline and of a tensor axis.
+            loss: (forward, number of the micro-batch) -> the scalar to go back from. ``forward``
+                takes what `TokenLogprobs.forward` takes. In a pipeline, asked on the ranks of its
+                last stage only.
+            phase: entered around parts of the work.
+
+        Returns:
+            float64: the sum of the losses; 0 where none was asked for.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.run(batches, loss, phase)
+        (part,) = self.parts
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
+        for k in range(len(batches)):
+            with phase("forward"):
+                value = loss(part.stage, k)
+                total += value.detach()
+            with phase("backward"):
+                part.data.begin(last=k == len(batches) - 1)
+                value.backward()
+        return total
+
+    @torch.no_grad()
+    def forward_all(self, batches: Sequence[Batch], score: Score) -> list[Tensor | None]:
+        """``score(forward, k)`` of every micro-batch, without gradients; in a pipeline None but on
+        the ranks of its last stage. All its ranks take part."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(batches, score)
+        return [score(self.parts[0].stage, k) for k in range(len(batches))]
 
     def finish(self) -> None:
         """After the step's last backward: gradients in `held` are sums over all ranks."""
-        self.data.finish()
+        for part in self.parts:
+            part.data.finish()
+        if self._tied is not None:
+            self._tied.add_grads()
 
     def updated(self) -> None:
-        """After the optimizer's step."""
-        self.data.updated()
+        """After the optimizer's step, or another change of what is held."""
+        if self._tied is not None:
+            self._tied.step()
+        for part in self.parts:
+            part.data.updated()
 
     def load(self, source: ModelSource) -> int:
         """Fills the model from a source; every rank reads only its own bytes.
@@ -85,7 +148,9 @@ class Spread:
         """
         named = {name: parameter for name, (parameter, _) in self.local.items()
                  if name in source.maps}
-        return load_shards(named, {name: shard for name, (_, shard) in self.local.items()}, source)
+        taken = load_shards(named, {name: shard for name, (_, shard) in self.local.items()}, source)
+        self._share()
+        return taken
 
     @torch.no_grad()
     def initialise(self, seed: int, std: float = 0.02) -> None:
@@ -93,17 +158,23 @@ class Spread:
         for name, (parameter, shard) in self.local.items():
             module = self.model.get_submodule(name.rpartition(".")[0])
             fill(parameter, initial(module, name, shard.shape, seed, std), shard)
+        self._share()
 
     @torch.no_grad()
-    def fill(self, whole: dict[str, Tensor]) -> None:
-        """Takes parameters from whole tensors in memory."""
-        for name, value in whole.items():
+    def fill(self, whole: Mapping[str, Tensor]) -> None:
+        """Takes parameters from whole tensors in memory; in a pipeline, those of this rank."""
+        for name in whole.keys() & self.local.keys():
             parameter, shard = self.local[name]
-            fill(parameter, value, shard)
+            fill(parameter, whole[name], shard)
+        self._share()
+
+    def _share(self) -> None:
+        if self._tied is not None:
+            self._tied.share()
 
 
 def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
-          weights: torch.dtype = torch.float32) -> Spread:
+          weights: torch.dtype = torch.float32, pipeline: PipelineConfig | None = None) -> Spread:
     """Spreads a decoder over the ranks of a mesh.
 
     Args:
@@ -111,6 +182,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
             ``requires_grad``.
         weights: the format that large matrices are rounded to when they are used; the parameters
             themselves stay float32 and gradients pass straight through.
+        pipeline: how the stages work, where the layout has several.
 
     Raises:
         ValueError: if the model cannot be spread so.
@@ -123,28 +195,85 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
         round_weights(model, weights)
     if recompute is not None:
         apply_recompute(model, recompute)
-    scorer = TokenLogprobs(model, tensor, sequence)
+    config = pipeline or PipelineConfig()
+    axis = mesh.axis("pp")
+    if axis.size == 1:
+        whole = cut(model, range(model.spec.num_layers), True, True)
+        part, local = _make_part(whole, mesh, shards, tensor, sequence, True, False)
+        return Spread(mesh, model, shards, local, [part])
+    # What the stages are does not depend on the number of micro-batches, and this one always works.
+    schedule = config.make(axis.size, 2 * axis.size)
+    cuts = split_layers(model.spec, schedule.num_stages, config.layers)
+    last = schedule.num_stages - 1
+    parts: dict[int, Part] = {}
+    local = {}
+    copied = None
+    # All cuts before anything is wrapped: a tied head's copy is made from the plain embedding.
+    decoders = {stage: cut(model, cuts[stage], stage == 0, stage == last)
+                for stage in schedule.stages_of(axis.index)}
+    for stage, decoder in decoders.items():
+        parts[stage], elements = _make_part(decoder, mesh, shards, tensor, sequence, stage == last,
+                                            schedule.splits_backward)
+        if stage == last and model.spec.tied_head:
+            copied = elements.pop(TIED)
+        local |= elements
+    tied = None
+    if model.spec.tied_head:
+        tied = TiedCopy(axis, schedule.rank_of(0), schedule.rank_of(last),
+                        local.get(TIED), copied,
+                        parts[0].data.held if 0 in parts else (),
+                        parts[last].data.held if last in parts else ())
+    width = model.spec.hidden_size
+
+    def rows(batch: Batch) -> int:
+        return batch.num_tokens // tensor.size if sequence else batch.num_tokens
+
+    ways = None
+    if mesh.device_type != "cpu":
+        ways = lanes(layout.groups("pp"), mesh.rank, schedule.placement)
+    runner = Pipeline(parts, schedule.placement, config, axis, width, rows, ways)
+    return Spread(mesh, _union(model, parts), shards, local, list(parts.values()), runner, tied)
+
+
+def _make_part(decoder: Decoder, mesh: Mesh, shards: dict[str, Shard], tensor: Axis, sequence: bool,
+               last: bool, deferred: bool
+               ) -> tuple[Part, dict[str, tuple[nn.Parameter, Shard]]]:
+    """A stage with memory and data parallelism, and its parameters' elements on this rank."""
+    stage = Stage(decoder, tensor, sequence, last)
     axis, replicate = mesh.axis("dp_shard_cp"), mesh.axis("replicate")
-    device = torch.device(mesh.device_type)
-    zero = layout.zero if axis.size > 1 else 0
+    zero = mesh.layout.zero if axis.size > 1 else 0
     if zero == 3:
-        _fully_shard(scorer, mesh)
-    scorer.to_empty(device=device)
-    every = dict(model.named_parameters())
+        _fully_shard(stage, mesh)
+    stage.to_empty(device=torch.device(mesh.device_type))
+    every = dict(decoder.named_parameters())
     trained = {name: p for name, p in every.items() if p.requires_grad}
+    split = DeferredGrads(decoder) if deferred else None
     data: DataParallel
     if zero == 0:
         data = Replicated(trained, shards, mesh.axis("dp_cp"))
     elif zero < 3:
         data = ShardedStates(trained, shards, axis, replicate, zero)
     else:
-        data = FullyShardedStates(scorer, trained, shards, axis, replicate)
-    local = {name: (p, shards[name]) for name, p in every.items()}
-    if zero == 3:
-        frozen = FullyShardedStates(scorer, {n: p for n, p in every.items() if n not in trained},
-                                    shards, axis, replicate)
-        local = {h.name: (h.tensor, h.shard) for h in data.held + frozen.held}
-    return Spread(mesh, model, scorer, shards, local, data)
+        data = FullyShardedStates(stage, trained, shards, axis, replicate, deferred)
+        frozen = FullyShardedStates(stage, {n: p for n, p in every.items() if n not in trained},
+                                    shards, axis, replicate, deferred)
+        return Part(stage, data, split), {h.name: (h.tensor, h.shard)
+                                          for h in data.held + frozen.held}
+    return Part(stage, data, split), {name: (p, shards[name]) for name, p in every.items()}
+
+
+def _union(model: Decoder, parts: Mapping[int, Part]) -> Decoder:
+    """The modules of this rank's stages under their names in the whole model."""
+    union = cut(model, range(0), False, False)
+    for stage, part in parts.items():
+        decoder = part.stage.decoder
+        assert isinstance(union.layers, nn.ModuleDict)
+        union.layers.update(dict(decoder.layers.named_children()))
+        if stage == 0:
+            union.embed = decoder.embed
+        if part.stage.last:
+            union.norm, union.head = decoder.norm, decoder.head
+    return union
 
 
 class _Round(torch.autograd.Function):
@@ -170,15 +299,15 @@ def round_weights(model: Decoder, dtype: torch.dtype) -> None:
             module.uses = (*module.uses, use)
 
 
-def _fully_shard(scorer: TokenLogprobs, mesh: Mesh) -> None:
+def _fully_shard(scorer: Stage, mesh: Mesh) -> None:
     from torch.distributed.fsdp import fully_shard
 
     names = (["replicate"] if mesh.axis("replicate").size > 1 else []) + ["dp_shard_cp"]
     device_mesh = mesh.device_mesh(*names)
-    for module in [*scorer.decoder.layers, scorer]:
+    for module in [*scorer.decoder.layers.children(), scorer]:
         fully_shard(module, mesh=device_mesh)
-        module.set_gradient_divide_factor(1.0)  # sums, not means
-        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, not means
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     scorer.register_forward_hook(_reshard)
 
 

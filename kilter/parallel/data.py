@@ -55,6 +55,10 @@ class DataParallel(Protocol):
     def begin(self, last: bool) -> None:
         """Announces a micro-batch's backward; ``last`` if it is the step's last."""
 
+    def arrived(self) -> None:
+        """After gradients of weights that were made apart from their backward pass (where the
+        module's own hooks cannot see them)."""
+
     def finish(self) -> None:
         """Waits until every ``held.tensor.grad`` is the sum over all ranks."""
 
@@ -77,6 +81,9 @@ class Replicated:
     def begin(self, last: bool) -> None:
         self._last = last
         self._buckets.begin()
+
+    def arrived(self) -> None:
+        pass
 
     def finish(self) -> None:
         self._buckets.finish()
@@ -131,6 +138,9 @@ class ShardedStates:
         self._settle()
         self._last = last
         self._buckets.begin()
+
+    def arrived(self) -> None:
+        pass
 
     def finish(self) -> None:
         self._buckets.finish()
@@ -204,11 +214,20 @@ class ShardedStates:
 
 class FullyShardedStates:
     """ZeRO 3 through FSDP2: the model's parameters are DTensors on the data axes; here they are
-    seen as the plain rows that this rank holds."""
+    seen as the plain rows that this rank holds.
+
+    Args:
+        deferred: gradients of weights are made apart from the backward passes: a backward pass then
+            sends none, and `arrived` does.
+    """
 
     def __init__(self, root: nn.Module, parameters: dict[str, nn.Parameter],
-                 shards: dict[str, Shard], axis: Axis, replicate: Axis) -> None:
+                 shards: dict[str, Shard], axis: Axis, replicate: Axis, deferred: bool = False
+                 ) -> None:
         self._root, self._replicate = root, replicate
+        self._last = False
+        if deferred:
+            root.set_requires_gradient_sync(False)  # type: ignore[operator]
         self._sharded = list(parameters.values())
         self.held = []
         for name, parameter in parameters.items():
@@ -224,8 +243,20 @@ class FullyShardedStates:
                                   .owned_by(replicate.index == 0)))
 
     def begin(self, last: bool) -> None:
+        self._last = last
         if self._replicate.size > 1:
             self._root.set_requires_all_reduce(last)  # type: ignore[operator]
+
+    def arrived(self) -> None:
+        # What FSDP's hooks do in a backward pass, for want of a public way to ask for it.
+        state = self._root._get_fsdp_state()  # type: ignore[operator]
+        self._root.set_requires_gradient_sync(True)  # type: ignore[operator]
+        self.begin(self._last)
+        for inner in state._state_ctx.all_states:
+            for group in reversed(inner._fsdp_param_groups):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+        self._root.set_requires_gradient_sync(False)  # type: ignore[operator]
 
     def finish(self) -> None:
         for parameter, held in zip(self._sharded, self.held, strict=True):

@@ -79,13 +79,16 @@ class Engine:
         return bool(self._pending) or not self.scheduler.idle
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0,
-               salt: Hashable = None) -> int:
+               salt: Hashable = None, drawn: int = 0) -> int:
         """Queues a request and returns its number.
 
         Args:
             prompt: token ids.
             priority: higher goes first under the priority policy.
             salt: prompts share cached prefixes only with prompts of the same salt.
+            drawn: of an answer that goes on with an earlier one, whose tokens are in the prompt:
+                how many that one chose. With the same seed the tokens are then those that the
+                earlier one would have had.
 
         Raises:
             ValueError: for an empty prompt, a token id outside the vocabulary, a prompt or
@@ -102,7 +105,7 @@ class Engine:
             params = replace(params, logprobs=0)  # what best_of chooses by
         grammar = self.compile_grammar(params)
         count = params.best_of or params.n
-        answers = [self._answer(prompt, params, i, grammar, priority, salt, room)
+        answers = [self._answer(prompt, params, i, grammar, priority, salt, room, drawn)
                    for i in range(count)]
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             self._pending += [self._delta(a, finish_reason="length") for a in answers]
@@ -254,7 +257,12 @@ class Engine:
         if in_flight not in ("restart", "continue", "abort"):
             raise ValueError(f"in_flight is {in_flight!r} but must be restart, continue or abort.")
         self.executor.take_weights(weights, storage)
-        self.weights_version += 1
+        return self.weights_changed(self.weights_version + 1, in_flight)
+
+    def weights_changed(self, version: int, in_flight: InFlight = "restart") -> int:
+        """The second half of `update_weights`, for who has put weights into the model another way;
+        returns the version."""
+        self.weights_version = version
         self.tree.reset()
         for answer in list(self._answers.values()):
             request = answer.request
@@ -294,12 +302,13 @@ class Engine:
                        (self.weights_version, salt), priority, reuse=reuse)
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int,
-                grammar: Grammar | None, priority: int, salt: Hashable, room: int) -> Answer:
+                grammar: Grammar | None, priority: int, salt: Hashable, room: int,
+                drawn: int) -> Answer:
         request = self._request(prompt, min(params.max_tokens, room), priority, salt,
                                 reuse=params.prompt_logprobs is None or index > 0)
         follow = None if grammar is None else grammar.start()
         state = SamplingState(params, prompt, end_ids=self.eos_token_ids, index=index,
-                              grammar=follow)
+                              grammar=follow, drawn=drawn)
         wanted = params.prompt_logprobs is not None and index == 0
         return Answer(
             self._next_number, index, request, salt, params, state,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilter.models.adapter import adapters
 from kilter.models.attention import Attention
 from kilter.models.batch import Batch, KVView
 from kilter.models.decoder import Decoder
@@ -72,6 +73,7 @@ class Executor:
         self.pool = pool
         self.max_context = max_context
         self.device = pool.keys[0].device
+        self._adapted = bool(adapters(model))  # they compute with torch, which no tape records
         self._recorded: dict[int, _RecordedDecode] = {}
 
     @classmethod
@@ -161,11 +163,16 @@ class Executor:
         """Puts other weights of the same architecture into the model. Raises as `take_weights`;
         nothing was changed then."""
         take_weights(self.model, weights, storage)
-        self._recorded.clear()  # recordings point at the old weights
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops recordings, which point at weights and pages: these are other tensors from now
+        on."""
+        self._recorded.clear()
 
     @property
     def _can_record(self) -> bool:
-        return (self.model.exact and self.device.type == "cpu"
+        return (self.model.exact and self.device.type == "cpu" and not self._adapted
                 and isinstance(self.model.embed.weight, PackedWeight))
 
     def _put(self, array: np.ndarray) -> Tensor:

@@ -254,13 +254,37 @@ class PagePool(Pages):
                  device: torch.device | str = "cpu") -> None:
         super().__init__(num_pages, page_size)
         slots = num_pages * page_size
-        layers = range(len(spec.layers))
         # One tensor, so that a page is copied in all layers by one call; slots are padded so that
         # every layer starts on a cache line.
-        self._kv = torch.empty((2, len(layers), -(-slots // 64) * 64, spec.num_kv_heads,
-                                spec.head_dim), dtype=dtype, device=device)
-        self.keys = [self._kv[0, layer, :slots] for layer in layers]
-        self.values = [self._kv[1, layer, :slots] for layer in layers]
+        self._shape = (2, len(spec.layers), -(-slots // 64) * 64, spec.num_kv_heads, spec.head_dim)
+        self._dtype, self._device = dtype, torch.device(device)
+        self.wake()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are held now."""
+        return self._kv.nbytes
+
+    def sleep(self) -> None:
+        """Gives the memory back. Whoever has views of keys and values has to let go of them too.
+
+        Raises:
+            RuntimeError: if a page is in use.
+        """
+        if self.num_free < self.num_pages:
+            raise RuntimeError(f"The KV cache cannot give its memory back: of {self.num_pages} "
+                               f"pages {self.num_held} are held by requests and "
+                               f"{self.num_cached} cached. End the requests and flush the cache.")
+        self._kv = torch.empty(0, dtype=self._dtype, device=self._device)
+        self.keys.clear()
+        self.values.clear()
+
+    def wake(self) -> None:
+        """Takes the memory again; what it holds is undefined."""
+        slots = self.num_pages * self.page_size
+        self._kv = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        self.keys = [self._kv[0, layer, :slots] for layer in range(self._shape[1])]
+        self.values = [self._kv[1, layer, :slots] for layer in range(self._shape[1])]
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """Copies the first ``tokens`` slots of a page in every layer."""

@@ -80,6 +80,8 @@ class SamplingParams:
     # alternatives (0: its own alone; None: none). False reads as None, True as 1.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token after the first
+    tempered_logprobs: bool = False  # log-probabilities of tokens are of logits / temperature, the
+    # distribution that reinforcement learning scores, and not of the model's own
     n: int = 1  # answers to give; answer i draws from random stream (seed, i)
     best_of: int | None = None  # answers to make, of which the n likeliest per token are given
     presence_penalty: float = 0.0  # subtracted from each logit whose token is in the output
@@ -124,6 +126,9 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_integer(problems, "a stop token id", token, 0, None)
         self._check_bias(problems)
+        if self.tempered_logprobs and self.greedy:
+            problems.append("tempered_logprobs needs a temperature above 0 and a top_k other than "
+                            "1: one token that is certain has no distribution")
         if not problems and self.best_of is not None and self.best_of < self.n:
             problems.append(f"best_of is {self.best_of} but cannot be less than n, {self.n}")
         if not problems and self.min_tokens > self.max_tokens:

@@ -9,7 +9,9 @@ A request's `SamplingState` and its row of logits decide, in this order:
 
 A choice depends on the row, the settings, the tokens so far and (seed, step) alone: every row is
 computed by itself, and random numbers are counter-based (Philox), so neighbours, batching and
-restarts cannot change it. Reported log-probabilities are the model's own, of the raw logits.
+restarts cannot change it. Reported log-probabilities are the model's own, of the raw logits; with
+``tempered_logprobs`` of the logits divided by the temperature, by the bits what a trainer scores
+that divides them so (`kilter.ops.logprob.tempered`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kilter.ops import Ops
+from kilter.ops.logprob import tempered
 from kilter.serve.params import BeamParams, GrammarSpec, SamplingParams
 
 __all__ = ["BeamParams", "Choice", "GrammarSpec", "SamplingError", "SamplingParams",
@@ -52,7 +55,8 @@ class TokenMask(Protocol):
 @dataclass(frozen=True)
 class Choice:
     """A token and, where they were asked for, log-probabilities under the model's own
-    distribution: its own and the likeliest ones', (id, log-probability), equal ones by lower id."""
+    distribution (or the tempered one): its own and the likeliest ones', (id, log-probability),
+    equal ones by lower id."""
 
     token_id: int
     logprob: float | None = None
@@ -70,16 +74,20 @@ class SamplingState:
         seed: in place of ``params.seed``; a fresh one if both are None.
         grammar: kept in step with the tokens from here on.
         output_ids: tokens that were already chosen (the grammar has accepted them).
+        drawn: how many numbers of the stream were used before, by an answer that this one goes on
+            with; its tokens are in the prompt.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] = (), *,
                  end_ids: Iterable[int] = (), index: int = 0, seed: int | None = None,
-                 grammar: TokenMask | None = None, output_ids: Sequence[int] = ()) -> None:
+                 grammar: TokenMask | None = None, output_ids: Sequence[int] = (),
+                 drawn: int = 0) -> None:
         self.params = params
         self.seed = next((s for s in (seed, params.seed) if s is not None),
                          secrets.randbits(64))
         self.grammar = grammar
         self.generated = len(output_ids)
+        self._drawn = drawn
         self._key = stream_key(self.seed, index)
         self._ends = np.array(sorted({*end_ids, *params.stop_token_ids}), dtype=np.int64)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
@@ -147,7 +155,8 @@ class SamplingState:
         Raises:
             SamplingError: if nothing may be chosen, or the logits are broken.
         """
-        return sample(self.processed(logits_V), self.params, self._key, self.generated)
+        return sample(self.processed(logits_V), self.params, self._key,
+                      self._drawn + self.generated)
 
 
 class _TokenCounts:
@@ -219,8 +228,8 @@ def choose(logits_SV: Tensor, states: Sequence[SamplingState], ops: Ops
             asking[state.params.logprobs > 0].append((s, result, state.params.logprobs))
     for group in filter(None, asking.values()):
         index, choices, tops = zip(*group, strict=True)
-        scored = score_tokens(_rows(logits_SV, list(index)), [c.token_id for c in choices], tops,
-                              ops)
+        rows_SV = _tempered_rows(_rows(logits_SV, list(index)), [states[s].params for s in index])
+        scored = score_tokens(rows_SV, [c.token_id for c in choices], tops, ops)
         for s, choice in zip(index, scored, strict=True):
             results[s] = choice
     return [results[s] for s in range(len(states))]
@@ -264,6 +273,15 @@ def _rows(logits_SV: Tensor, index: list[int]) -> Tensor:
     if len(index) == logits_SV.shape[0]:
         return logits_SV
     return logits_SV[torch.tensor(index, device=logits_SV.device)]
+
+
+def _tempered_rows(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The rows that log-probabilities are of."""
+    temperatures = [p.temperature if p.tempered_logprobs else 1.0 for p in params]
+    if all(t == 1.0 for t in temperatures):
+        return logits_SV
+    return tempered(logits_SV, torch.tensor(temperatures, dtype=torch.float32,
+                                            device=logits_SV.device)[:, None])
 
 
 # ---- one row ----

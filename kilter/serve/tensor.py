@@ -168,6 +168,12 @@ class TensorExecutor(Executor):
         _reload(self.model, self._shards, weights, storage, self._ranks)
         self.together = True
 
+    def release(self) -> None:
+        """Lets the other ranks return from `follow_steps`."""
+        self._part()
+        _send(self._ranks, _STOP, [], [])
+        self.together = True
+
     def close(self) -> None:
         """Ends the other ranks; once."""
         if self._closed:
@@ -194,7 +200,13 @@ def follow(model: Decoder, config: EngineConfig, ranks: Ranks, shards: Mapping[s
            ) -> None:
     """The life of any other rank: does what rank 0 says until that ends. The configuration is
     rank 0's."""
-    executor = Executor.of(model, config)
+    follow_steps(Executor.of(model, config), ranks, shards)
+    dist.destroy_process_group()
+
+
+def follow_steps(executor: Executor, ranks: Ranks, shards: Mapping[str, Shard]) -> None:
+    """Does what rank 0 says until it releases its ranks (`TensorExecutor.release`) or ends."""
+    model = executor.model
     while True:
         command, sizes, values = _receive(ranks)
         if command == _STEP:
@@ -207,7 +219,6 @@ def follow(model: Decoder, config: EngineConfig, ranks: Ranks, shards: Mapping[s
             storage, _, path = values.astype(np.uint8).tobytes().decode().partition("\n")
             _reload(model, shards, open_model(Path(path)), storage, ranks)  # type: ignore[arg-type]
         else:
-            dist.destroy_process_group()
             return
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kilter.mesh.layout import Layout
+from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
 from kilter.train.checkpoint import CheckpointConfig
 from kilter.train.data.config import DataConfig
@@ -172,6 +173,7 @@ class TrainJob:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     layout: Layout = field(default_factory=Layout)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     recompute: Recompute = field(default_factory=Recompute)
     lora: LoraConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -200,11 +202,18 @@ class TrainJob:
         layout = self.layout
         problems = [f"layout.{name} is {getattr(layout, name)}, but {what} parallelism is not "
                     "there yet; it must be 1" for name, what in
-                    (("pp", "pipeline"), ("cp", "context"), ("ep", "expert"), ("etp", "expert"))
+                    (("ep", "expert"), ("etp", "expert"))
                     if getattr(layout, name) != 1]
         if self.micro_batches % layout.dp:
             problems.append(f"micro_batches is {self.micro_batches}, which {layout.dp} "
                             f"data-parallel ranks cannot share; make it a multiple of {layout.dp}")
+        elif layout.pp > 1:
+            try:
+                self.pipeline.make(layout.pp, self.micro_batches // layout.dp)
+            except ValueError as error:
+                problems.append(f"the pipeline cannot be so: {str(error).rstrip('.')}")
+        if layout.pp == 1 and self.pipeline != PipelineConfig():
+            problems.append("pipeline is set, but layout.pp is 1; leave it out, or set layout.pp")
         return problems
 
     def _data_problems(self) -> list[str]:
@@ -222,8 +231,8 @@ class TrainJob:
 
 
 # What may differ between a checkpoint's job and the one that goes on from it.
-_FREE = ("output", "steps", "epochs", "export", "layout", "recompute", "checkpoint", "eval", "log",
-         "launch")
+_FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "recompute", "checkpoint",
+         "eval", "log", "launch")
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

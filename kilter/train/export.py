@@ -58,11 +58,13 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
     world = mesh.layout.world
     # With ZeRO 3 every rank has rows of its own; before, data-parallel ranks have the same ones.
     gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
-    for name, (local, shard) in spread.local.items():
-        to = dtype if len(shard.shape) > 1 else torch.float32
-        mine: _Parts = [(box, part.detach().to("cpu", to).contiguous())
-                        for box, own, part in shard.parts(local)
-                        if gives and own and part.numel()]
+    for name, whole_shard in spread.shards.items():
+        to = dtype if len(whole_shard.shape) > 1 else torch.float32
+        mine: _Parts = []
+        if name in spread.local:  # else another stage has it
+            local, shard = spread.local[name]
+            mine = [(box, part.detach().to("cpu", to).contiguous())
+                    for box, own, part in shard.parts(local) if gives and own and part.numel()]
         boxes: list[list[Box] | None] = [[box for box, _ in mine]]
         if world > 1:
             boxes = [None] * world
@@ -72,7 +74,7 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
                 dist.send(part, 0)
             yield name, None
             continue
-        whole = torch.empty(shard.shape, dtype=to)
+        whole = torch.empty(whole_shard.shape, dtype=to)
         for box, part in mine:
             whole[box.slices] = part
         for rank in range(1, world):

@@ -112,7 +112,8 @@ class Run:
                             kv_dtype=_DTYPES[job.model.kv_dtype], max_positions=job.data.seq_len)
         if job.lora is not None:
             add_adapters(model, job.lora)
-        self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision])
+        self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision],
+                            pipeline=job.pipeline)
         self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
         dp = mesh.axis("dp")
         self.loader = closing.enter_context(

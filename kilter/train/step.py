@@ -9,9 +9,10 @@ known to be finite on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -68,39 +69,38 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
     """Forward and backward of every micro-batch, clip, step.
 
     Args:
-        micro_batches: this rank's; every rank of a tensor-parallel group has the same ones, and
-            every data-parallel rank as many.
+        micro_batches: this rank's; the ranks of tensor, context and pipeline axes have the same
+            ones, and every data-parallel rank as many.
         factor: of the peak learning rate.
         max_norm: what the true global gradient norm is clipped to; None: not at all.
         phase: entered around each part of the step: ``forward``, ``backward`` (with the
-            communication that leaves meanwhile), ``reduce`` (what of it is still to come) and
-            ``optimizer`` (norm, clipping, step).
+            communication that leaves meanwhile), ``transfer`` (waiting for another stage of a
+            pipeline), ``reduce`` (what of the gradients' sums is still to come) and ``optimizer``
+            (norm, clipping, step).
 
     Raises:
         NotFinite: on all ranks, before anything is changed; names what is not finite and where.
         ValueError: if no target of the whole step counts.
     """
-    device = torch.device(spread.mesh.device_type)
-    data = spread.mesh.axis("dp_cp")
+    mesh = spread.mesh
+    device = torch.device(mesh.device_type)
     counts = torch.tensor([sum(m.valid for m in micro_batches),
                            sum(m.targets_T.numel() for m in micro_batches)], dtype=torch.int64)
-    valid, tokens = _summed(counts, data).tolist()
+    valid, tokens = _summed(counts, mesh.axis("dp")).tolist()
     if valid == 0:
         raise ValueError("No target of this step counts: every label is masked. Check the data and "
                          "its masks.")
-    own_loss = torch.zeros((), dtype=torch.float64, device=device)
-    for i, micro_batch in enumerate(micro_batches):
-        with phase("forward"):
-            loss = token_loss(spread, micro_batch, device, 1.0 / valid)
-            own_loss += loss.detach().double()
-        with phase("backward"):
-            spread.begin(last=i == len(micro_batches) - 1)
-            loss.backward()
+    rows = [local_rows(spread, m, device) for m in micro_batches]
+
+    def loss(forward: Callable[..., Tensor], k: int) -> Tensor:
+        return token_loss(forward, *rows[k], 1.0 / valid)
+
+    own_loss = spread.backward_all([batch for batch, _ in rows], loss, phase)
     with phase("reduce"):
         spread.finish()
-        loss_value = float(_summed(own_loss.clone(), data))
+        loss_value = float(_summed(own_loss.clone(), mesh.axis("pp_dp_cp")))
     with phase("optimizer"):
-        norm = gradient_norm(spread.held, spread.mesh.axis("world"))
+        norm = gradient_norm(spread.held, mesh.axis("world"))
         if not (math.isfinite(loss_value) and math.isfinite(norm)):
             message = _not_finite(spread, loss_value, norm, float(own_loss))
             spread.updated()  # drops the gradients
@@ -112,32 +112,62 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
     return StepResult(loss_value, norm, valid, tokens)
 
 
-def token_loss(spread: Spread, micro_batch: MicroBatch, device: torch.device,
-               count: float = 1.0) -> Tensor:
-    """Sum of the token losses of one micro-batch (negative log-likelihood) times what each token
-    counts, float32 scalar."""
+def local_rows(spread: Spread, micro_batch: MicroBatch, device: torch.device
+               ) -> tuple[Batch, Tensor]:
+    """A micro-batch as this rank computes it, and its targets: padded to what sequence parallelism
+    can divide."""
     batch, targets_T = micro_batch.batch(device), micro_batch.targets_T.to(device)
     layout = spread.mesh.layout
     missing = -batch.num_tokens % layout.tp if layout.sequence_parallel else 0
     if missing:
         batch = _padded(batch, missing)
         targets_T = torch.nn.functional.pad(targets_T, (0, missing), value=-1)
-    return spread.forward(batch, targets_T, torch.full(targets_T.shape, count, device=device))
+    return batch, targets_T
+
+
+def token_loss(forward: Callable[..., Tensor], batch: Batch, targets_T: Tensor, count: float = 1.0
+               ) -> Tensor:
+    """Sum of the token losses of one micro-batch (negative log-likelihood) times what each token
+    counts, float32 scalar."""
+    return forward(batch, targets_T,
+                   torch.full(targets_T.shape, count, device=targets_T.device))
 
 
 @torch.no_grad()
 def evaluate(spread: Spread, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
     """(mean loss over valid targets, their number), over all ranks: sums are divided once, so
     batches of different sizes weigh by their targets."""
-    device = torch.device(spread.mesh.device_type)
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for micro_batch in micro_batches:
-        sums[0] += token_loss(spread, micro_batch, device).double()
-        sums[1] += micro_batch.valid
-    loss, valid = _summed(sums, spread.mesh.axis("dp_cp")).tolist()
-    if valid == 0:
+    mesh = spread.mesh
+    device = torch.device(mesh.device_type)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    valid = torch.zeros((), dtype=torch.int64)
+    for some in _runs(micro_batches, 1 if spread.pipeline is None else 4 * mesh.layout.pp):
+        rows = [local_rows(spread, m, device) for m in some]
+        for value in spread.forward_all([batch for batch, _ in rows], partial(_loss_of, rows)):
+            if value is not None:
+                loss += value.double()
+        valid += sum(m.valid for m in some)
+    _summed(loss, mesh.axis("pp_dp_cp"))
+    targets = int(_summed(valid, mesh.axis("dp")))
+    if targets == 0:
         raise ValueError("No target of the evaluation data counts: every label is masked.")
-    return loss / valid, int(valid)
+    return float(loss) / targets, targets
+
+
+def _loss_of(rows: Sequence[tuple[Batch, Tensor]], forward: Callable[..., Tensor], k: int
+             ) -> Tensor:
+    return token_loss(forward, *rows[k])
+
+
+def _runs(items: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
+    run: list[MicroBatch] = []
+    for item in items:
+        run.append(item)
+        if len(run) == size:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def _padded(batch: Batch, missing: int) -> Batch:

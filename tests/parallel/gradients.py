@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.parallel.apply import Spread, apply
 from kilter.parallel.norm import clip_gradients, gradient_norm
-from kilter.train.step import token_loss
+from kilter.train.step import local_rows, token_loss
 
 Parts = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 
@@ -57,14 +58,12 @@ def spread_model(spec: ModelSpec, layout: Layout, *, frozen: str = "",
 
 def backward(spread: Spread, micro_batches: Sequence[Rows], valid: int) -> float:
     """A step without the optimizer; returns this rank's part of the loss."""
-    total = 0.0
-    for i, micro_batch in enumerate(micro_batches):
-        loss = token_loss(spread, micro_batch, torch.device("cpu"), 1.0 / valid)
-        spread.begin(last=i == len(micro_batches) - 1)
-        loss.backward()
-        total += float(loss.detach())
+    rows = [local_rows(spread, m, torch.device("cpu")) for m in micro_batches]
+    total = spread.backward_all([batch for batch, _ in rows],
+                                lambda forward, k: token_loss(forward, *rows[k], 1.0 / valid),
+                                lambda _: nullcontext())
     spread.finish()
-    return total
+    return float(total)
 
 
 def gradients(spec: ModelSpec, layout: Layout, micro_batches: Sequence[Rows], *,

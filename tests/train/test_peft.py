@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,8 @@ def test_a_folder_of_peft_means_the_same_here(tmp_path: Path, name: str) -> None
         assert (spread.model(batch) - logits(theirs)).abs().max() < 1e-4
 
     targets = torch.tensor([*TOKENS[1:], -100])
-    total = spread.forward(batch, targets).sum()
-    spread.begin(last=True)
-    total.backward()
+    spread.backward_all([batch], lambda forward, _: forward(batch, targets).sum(),
+                        lambda _: nullcontext())
     spread.finish()
     chosen = theirs(torch.tensor([TOKENS])).logits[0].log_softmax(-1)[:-1].gather(
         1, targets[:-1, None])

@@ -1,0 +1,1 @@
+"""Reinforcement learning: experience, rewards, advantages and losses, rollout and its gate."""
