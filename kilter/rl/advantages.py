@@ -102,8 +102,8 @@ def moments(values_T: Tensor, *, mask_T: Tensor) -> Tensor:
 
 def whiten(values_T: Tensor, *, mask_T: Tensor, moments: Tensor, center: bool = True,
            ddof: int = 1, eps: float = 1e-8) -> Tensor:
-    """(value − mean) / √(variance + eps) where values count, 0 elsewhere. Fewer than two values tell
-    nothing and become 0.
+    """(value − mean) / √(variance + eps) where values count, 0 elsewhere. Fewer than two values
+    tell nothing and become 0.
 
     Args:
         moments: of the whole step, see `moments`.
@@ -122,7 +122,8 @@ def whiten(values_T: Tensor, *, mask_T: Tensor, moments: Tensor, center: bool = 
 
 def grpo(*, reward_S: Tensor, group_S: Tensor, valid_S: Tensor, ddof: int = 1,
          eps: float = 1e-6) -> Tensor:
-    """float [S]: (r − mean of the group) / (standard deviation of the group + eps), 2402.03300. The paper does not say which deviation; the default is the sample's (ddof 1).
+    """float [S]: (r − mean of the group) / (standard deviation of the group + eps), 2402.03300.
+    The paper does not say which deviation; the default is the sample's (ddof 1).
 
     0 for a sequence that is not valid, alone in its group, or in a group of equal rewards.
     """
@@ -160,8 +161,10 @@ def reinforce_pp(*, rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_s
 def reinforce_pp_baseline(*, reward_S: Tensor, group_S: Tensor, valid_S: Tensor, mask_T: Tensor,
                           sequence_T: Tensor,
                           total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """float [T]: r − mean of the group, then whitened over all actions of the step (2501.03262). The whitening takes out the mean over tokens, so a group of equal rewards, 0 before it,
-    is off 0 after it by as much as long and short answers differ in reward.
+    """float [T]: r − mean of the group, then whitened over all actions of the step (2501.03262).
+
+    The whitening takes out the mean over tokens, which is not 0 where longer answers have other
+    rewards; a group of equal rewards, 0 before it, then is not 0 after it.
 
     Args:
         total: as for `reinforce_pp`.
@@ -196,8 +199,8 @@ class _Groups:
     def of(reward_S: Tensor, group_S: Tensor, valid_S: Tensor) -> _Groups:
         check_mask(valid_S, reward_S=reward_S, group_S=group_S)
         if group_S.is_floating_point() or not reward_S.is_floating_point():
-            raise ValueError(f"Rewards are {reward_S.dtype} and groups {group_S.dtype}, but rewards "
-                             "must be floats and groups integers; were they swapped?")
+            raise ValueError(f"Rewards are {reward_S.dtype} and groups {group_S.dtype}, but "
+                             "rewards must be floats and groups integers; were they swapped?")
         if not bool(reward_S[valid_S].isfinite().all()):
             raise ValueError("A reward of a valid sequence is not finite; mark the sequence as not "
                              "valid, or mend the reward.")

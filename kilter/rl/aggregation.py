@@ -7,10 +7,10 @@ over ranks is the step: gradients add up, and nothing is divided again. With n_s
 sequence s, S sequences, G groups (prompts) with n_g tokens each, and N tokens in all:
 
     token_mean                1 / N              every token weighs the same
-    seq_mean_token_mean       1 / (S · n_s)      every sequence weighs the same (GRPO, 2402.03300)
+    seq_mean_token_mean       1 / (S · n_s)      every sequence weighs the same (2402.03300)
     seq_mean_token_sum        1 / S              as the policy gradient of whole sequences has it
-    seq_mean_token_sum_norm   1 / (S · L)        the same over a constant length (Dr. GRPO, 2503.20783)
-    prompt_mean               1 / (G · n_g)      every prompt weighs the same (DAPO, 2503.14476 eq. 8)
+    seq_mean_token_sum_norm   1 / (S · L)        the same, by a constant length (2503.20783)
+    prompt_mean               1 / (G · n_g)      every prompt weighs the same (2503.14476)
 
 Only tokens of the mask count, and only sequences and groups that have one.
 """
@@ -63,7 +63,7 @@ class Counts:
 
 def aggregation_weights(mode: Aggregation, *, mask_T: Tensor, sequence_T: Tensor, group_S: Tensor,
                         counts: Counts, norm_length: int | None = None) -> Tensor:
-    """float32 [T]: what each token's loss is multiplied with; 0 where the mask is False.
+    """float64 [T]: what each token's loss is multiplied with; 0 where the mask is False.
 
     Args:
         counts: of the whole step: all micro-batches of all ranks.
@@ -87,7 +87,7 @@ def aggregation_weights(mode: Aggregation, *, mask_T: Tensor, sequence_T: Tensor
         raise ValueError(f"{here} tokens count here, but the step is said to have "
                          f"{counts.tokens}; add up the counts of all its parts first.")
     if not here:
-        return torch.zeros(mask_T.shape, device=mask_T.device)
+        return torch.zeros(mask_T.shape, dtype=torch.float64, device=mask_T.device)
     divisor_S = own_S.double()
     if mode == "token_mean":
         divisor_S = torch.full_like(divisor_S, counts.tokens)
@@ -101,7 +101,7 @@ def aggregation_weights(mode: Aggregation, *, mask_T: Tensor, sequence_T: Tensor
                              "up the counts of all its parts first.")
     else:
         divisor_S = torch.full_like(divisor_S, counts.seqs * (norm_length or 1))
-    return only((1.0 / divisor_S)[sequence_T].float(), mask_T)
+    return only((1.0 / divisor_S)[sequence_T], mask_T)
 
 
 def weighted_sum(losses_T: Tensor, *, weights_T: Tensor) -> Tensor:

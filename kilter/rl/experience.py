@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -191,13 +192,14 @@ class Experience:
     def to_rollouts(self) -> list[Rollout]:
         """The sequences as records, in order; `of` leads back to the same bits."""
         cu = self.cu_seqlens_S1.tolist()
-        flat = [x.tolist() for x in (self.tokens_T, self.is_action_T, self.logprobs_T,
-                                     self.version_T)]
+        tokens, actions, logprobs, versions = (
+            x.tolist() for x in (self.tokens_T, self.is_action_T, self.logprobs_T, self.version_T))
         parts = {part: r_S.tolist() for part, r_S in self.rewards.items()}
         groups = self.group_S.tolist()
-        return [Rollout(*(x[cu[s]:cu[s + 1]] for x in flat), groups[s], self.finish[s],
-                        self.ids[s], {part: values[s] for part, values in parts.items()})
-                for s in range(self.num_seqs)]
+        return [Rollout(tokens[start:end], actions[start:end], logprobs[start:end],
+                        versions[start:end], groups[s], self.finish[s], self.ids[s],
+                        {part: values[s] for part, values in parts.items()})
+                for s, (start, end) in enumerate(pairwise(cu))]
 
     def with_reward(self, part: str, values: Sequence[float] | Tensor) -> Experience:
         """The same with one more reward part, or another value for one that is there.
@@ -317,8 +319,8 @@ class Experience:
         cu_S1, action_T = self.cu_seqlens_S1.long(), self.is_action_T
         lengths = cu_S1.diff()
         if int(cu_S1[0]) != 0 or int(cu_S1[-1]) != self.num_tokens or int(lengths.min()) < 1:
-            return [f"cu_seqlens_S1 is {cu_S1.tolist()} but must lead from 0 to the {self.num_tokens}"
-                    " tokens in sequences of at least one token."]
+            return [f"cu_seqlens_S1 is {cu_S1.tolist()} but must lead from 0 to the "
+                    f"{self.num_tokens} tokens in sequences of at least one token."]
 
         problems = []
 

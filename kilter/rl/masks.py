@@ -45,7 +45,8 @@ def sequence_counts(*, mask_T: Tensor, sequence_T: Tensor, num_seqs: int) -> Ten
     return torch.bincount(sequence_T[mask_T], minlength=num_seqs)
 
 
-def sequence_means(values_T: Tensor, *, mask_T: Tensor, sequence_T: Tensor, num_seqs: int) -> Tensor:
+def sequence_means(values_T: Tensor, *, mask_T: Tensor, sequence_T: Tensor, num_seqs: int
+                   ) -> Tensor:
     """[S] in the values' dtype: the mean over each sequence's tokens that count; 0 where none
     does. Gradients pass."""
     sums_S = sequence_sums(values_T, mask_T=mask_T, sequence_T=sequence_T, num_seqs=num_seqs)

@@ -1,8 +1,8 @@
 """Corrections for actions that another policy sampled: old weights, or an engine that rounds
 otherwise.
 
-With the ratio r = π_old(a) / π_behaviour(a), where π_old is the trainer's policy at the start of the
-step, an action's loss is multiplied with
+With the ratio r = π_old(a) / π_behaviour(a), where π_old is the trainer's policy at the start of
+the step, an action's loss is multiplied with
 
     tis        min(r, cap)                              truncated importance sampling
     mis        r in [low, high], else 0                 masked importance sampling

@@ -1,17 +1,17 @@
 """Policy losses per token: PPO's clip, dual clip, GSPO, CISPO, REINFORCE.
 
-With the ratio r = π(a) / π_old(a) of an action and its advantage A:
+With the ratio r = π(a) / π_old(a) of an action and its advantage A (numbers are arXiv's):
 
-    ppo        max(−r·A, −clip(r, 1 − ε_low, 1 + ε_high)·A)         arXiv 1707.06347; two ε: 2503.14476
+    ppo        max(−r·A, −clip(r, 1 − ε_low, 1 + ε_high)·A)         1707.06347; two ε: 2503.14476
       dual     min(that, −c·A) where A < 0                          1912.09729
     gspo       ppo with r the geometric mean of the sequence's      2507.18071
     cispo      −sg[clip(r, 1 − ε_low, 1 + ε_high)]·A·log π(a)       2506.13585
     reinforce  −A·log π(a)
 
-Each returns losses [T] that `kilter.rl.aggregation` weighs, 0 where the mask is False whatever stands
-there, and sums that say how far the policy has moved. ``old`` is the policy that ratios are taken
-against: the one that sampled, or, where old data is corrected for (`kilter.rl.off_policy`), the one
-at the start of the step. No gradient flows into ``old`` or into advantages.
+Each returns losses [T] that `kilter.rl.aggregation` weighs, 0 where the mask is False whatever
+stands there, and sums that say how far the policy has moved. ``old`` is the policy that ratios are
+taken against: the one that sampled, or, where old data is corrected for (`kilter.rl.off_policy`),
+the one at the start of the step. No gradient flows into ``old`` or into advantages.
 """
 
 from __future__ import annotations

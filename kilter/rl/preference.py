@@ -83,9 +83,9 @@ def bradley_terry(*, chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | No
 
 def preference_pairs(*, reward_S: Tensor, group_S: Tensor, valid_S: Tensor
                      ) -> tuple[Tensor, Tensor]:
-    """(chosen, rejected), int64 [P]: indices of the best and the worst valid sequence of each group,
-    the first of equals, in the order of group numbers. A group of equal rewards, or with fewer than
-    two valid sequences, gives no pair.
+    """(chosen, rejected), int64 [P]: indices of the best and the worst valid sequence of each
+    group, the first of equals, in the order of group numbers. A group of equal rewards, or with
+    fewer than two valid sequences, gives no pair.
 
     Raises:
         ValueError: for a mask that is not bool, or other shapes.

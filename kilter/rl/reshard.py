@@ -119,9 +119,10 @@ class WeightSync:
         arrived: dict[str, Tensor] = {}
         seconds, start = 0.0, time.perf_counter()
         for tensors in reshard(local, plan, world):
-            for name, tensor in tensors.items():
-                own = [(box, part) for box, own, part in needed[name].parts(tensor) if own]
-                arrived[name] = checksum(own, tensor.dtype, device)
+            for name in tensors:  # and keep none of them: its memory is to be free after the group
+                arrived[name] = checksum(
+                    ((box, part) for box, own, part in needed[name].parts(tensors[name]) if own),
+                    plan.formats[name], device)
             seconds += time.perf_counter() - start
             yield tensors
             start = time.perf_counter()

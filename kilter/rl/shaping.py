@@ -19,8 +19,8 @@ def overlong_penalty(lengths_S: Tensor, *, max_length: int, cache: int) -> Tenso
         ValueError: unless 0 < cache ≤ max_length.
     """
     if not 0 < cache <= max_length:
-        raise ValueError(f"cache is {cache} and max_length {max_length}, but cache must be at least "
-                         "1 and at most max_length.")
+        raise ValueError(f"cache is {cache} and max_length {max_length}, but cache must be at "
+                         "least 1 and at most max_length.")
     return ((max_length - cache - lengths_S.double()) / cache).clamp(-1.0, 0.0).float()
 
 
@@ -41,9 +41,12 @@ def missing_eos_penalty(reward_S: Tensor, *, ended_S: Tensor, penalty: float) ->
 
 def staleness_capacity(*, max_staleness: int, version: int, batch: int, accepted: int, running: int
                        ) -> int:
-    """How many more sequences may be started so that none is trained on more than ``max_staleness``
-    weight versions after it was begun (AReaL, arXiv 2505.24298 eq. 3); negative: that many are too
-    many already.
+    """How many more sequences may be started so that, trained on in the order they were begun, none
+    is more than ``max_staleness`` weight versions old (AReaL, arXiv 2505.24298); negative: that
+    many are too many already.
+
+    A trainer that takes what is finished first can meet a straggler that is older: check ages
+    where that matters.
 
     Args:
         version: of the weights now; the number of training steps done.

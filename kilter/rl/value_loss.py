@@ -1,5 +1,5 @@
-"""The critic's loss per token, with PPO's clip around the values it had (arXiv 1707.06347 in the form
-of its first implementations):
+"""The critic's loss per token, with PPO's clip around the values it had, as the first
+implementations of arXiv 1707.06347 have it:
 
     ½ · max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -69,6 +69,7 @@ def test_golden_gae_skips_what_is_no_action(name: str, masked: float | None) -> 
     assert torch.equal(returns == 0.0, ~step.mask_T)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
 def test_gae_is_its_sum(seed: int, gamma: float, lam: float) -> None:
     """A_t = Σ (γλ)^k δ_{t+k}, each sequence by itself, the last state valued by the bootstrap."""
@@ -113,6 +114,7 @@ def test_the_kl_penalty_falls_on_every_action_and_needs_both() -> None:
             token_rewards(**where, **half)  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.0, 1.0))
 def test_returns_are_their_sum(seed: int, gamma: float) -> None:
     step = Step.random(seed, seqs=3)
@@ -176,6 +178,7 @@ def test_golden_group_advantages() -> None:
     assert rloo(**where).tolist() == pytest.approx(case["rloo"], abs=1e-6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.booleans()),
                 min_size=1, max_size=12))
 def test_groups_by_brute_force(rows: list[tuple[int, float, bool]]) -> None:

@@ -230,6 +230,7 @@ ADAPTED = config(lora=LoraConfig(rank=4, dora=True))
     (Layout(dp=4, zero=3), 2, ADAPTED, 1.0),
     (Layout(dp=2, tp=2, zero=3), 4, BF16, 1.0),
     (Layout(dp=2, tp=2, zero=3), 2, FP32, 0.6),
+    (Layout(dp=4, tp=2, zero=3), 2, FP32, 1.0),
     (Layout(dp=2, tp=2, zero=1, sequence_parallel=False), 1, ADAPTED, 0.6),
 ], ids=lambda v: str(v) if isinstance(v, Layout | int | float) else
     "lora" if v.lora else v.precision)
@@ -270,7 +271,7 @@ def test_the_real_model(smollm2: Path) -> None:
 
 # ---- the gate by itself ----
 
-def made(logprobs: list[float], versions: list[int]) -> Experience:
+def by_hand(logprobs: list[float], versions: list[int]) -> Experience:
     count = len(logprobs)
     return Experience.of([
         Rollout([1] * (count + 1), [False] + [True] * count, [math.nan, *logprobs],
@@ -279,7 +280,7 @@ def made(logprobs: list[float], versions: list[int]) -> Experience:
 
 
 def test_agreement_by_hand() -> None:
-    experience = made([-1.0, -2.0], [0, 1])
+    experience = by_hand([-1.0, -2.0], [0, 1])
     nan = math.nan
     theirs = torch.tensor([nan, -1.5, -2.25, nan, -3.0])
     found = agreement(experience, theirs)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kilter.rl.masks import check_mask, only, sequence_counts, sequence_means, sequence_sums, to_tokens
+from kilter.rl.masks import (
+    check_mask,
+    only,
+    sequence_counts,
+    sequence_means,
+    sequence_sums,
+    to_tokens,
+)
 from tests.rl.flat import Step, gradient, leaf
 
 

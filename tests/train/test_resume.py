@@ -84,8 +84,8 @@ def facts_of(job: TrainJob, step: int) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("layout", [{}, FSDP2, {"dp": 2, "zero": 1}, {"tp": 2}],
-                         ids=["one", "fsdp2", "zero1", "tp2"])
+@pytest.mark.parametrize("layout", [{}, FSDP2, {"dp": 2, "zero": 1}, {"tp": 2}, {"pp": 2}],
+                         ids=["one", "fsdp2", "zero1", "tp2", "pp2"])
 def test_cut_and_resumed_is_bitwise_the_whole_run(layout: dict[str, Any], folder: Path,
                                                   ranks: RankPool) -> None:
     """Cut at step 7, after the checkpoint of step 5: steps 6 and 7 are taken again."""
@@ -134,8 +134,8 @@ def save_again(job: dict[str, Any], place: str) -> None:
         checkpointer.close()
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 4}, {"dp": 3, "zero": 3}],
-                         ids=["one", "tp4", "fsdp3"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 4}, {"dp": 3, "zero": 3}, {"pp": 2, "tp": 2}],
+                         ids=["one", "tp4", "fsdp3", "pp2tp2"])
 def test_every_tensor_survives_resharding(layout: dict[str, Any], folder: Path, ranks: RankPool
                                           ) -> None:
     """Case 10: TP2×FSDP2 → others and back to whole tensors: same bytes, moments included."""
@@ -145,6 +145,8 @@ def test_every_tensor_survives_resharding(layout: dict[str, Any], folder: Path, 
     assert any(name.endswith("exp_avg_sq") for name in saved)
     assert all(saved[name].item() == 3.0 for name in saved if name.endswith(".step"))
     again = make_job(folder, layout=layout, steps=3, micro_batches=12)
+    assert not torch.equal(saved["model.layers.0.attn.qkv.weight"],
+                           saved["model.layers.1.attn.qkv.weight"])
     everyone(ranks, save_again, again, str(folder / "again"))
     read = tensors(make_job(folder, output=str(folder / "again")), 3)
     assert read.keys() == saved.keys()

@@ -1,7 +1,7 @@
 """Blocks of rows dealt out so that all ranks have the same attention work, whatever the mask.
 
-Work is pairs (row, row it sees). Every rank gets the same number of blocks, within one, so rows and
-with them everything but attention stay even too.
+Work is pairs (row, row it sees). Every rank gets as many blocks of as many rows, within one row per
+block, so that everything but attention stays even too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from kilter.comm.collectives import split_sizes
 from kilter.parallel.context.mask import Mask
 from kilter.parallel.context.placement import Placement
 from kilter.parallel.context.strips import Ints, strips
@@ -26,7 +27,7 @@ def place(kind: PlacementKind, mask: Mask, ranks: int, block: int = 128,
     """The placement of that name for a pack with this mask; every rank has rows.
 
     Args:
-        block: rows that stay together under ``balanced``.
+        block: most rows that stay together under ``balanced``.
         multiple: of the rows of each rank.
     """
     bounds = mask.bounds.tolist()
@@ -42,12 +43,15 @@ def place(kind: PlacementKind, mask: Mask, ranks: int, block: int = 128,
 
 
 def balanced(mask: Mask, ranks: int, block: int = 128) -> Placement:
-    """Runs of ``block`` rows, heaviest first, one to each rank in turn and the heavier to the rank
-    with less work so far; then exchanged in pairs between the ranks with the most and the least
-    until nothing is gained."""
-    starts = np.arange(0, mask.rows, block)
-    counts = np.minimum(block, mask.rows - starts)
-    work = np.add.reduceat(mask.row_work, starts) if len(starts) else starts
+    """Runs of at most ``block`` rows, as many for each rank, heaviest first: one to each rank in
+    turn, the heavier to the rank with less work so far. Then runs are exchanged in pairs between
+    the ranks with the most and the least until nothing is gained."""
+    each = -(-mask.rows // (block * ranks))
+    counts = np.array(split_sizes(mask.rows, each * ranks), dtype=np.int64)
+    ends = counts.cumsum()
+    starts = ends - counts
+    total = np.append(0, mask.row_work.cumsum())
+    work = total[ends] - total[starts]
     owner = _deal(work, ranks)
     return Placement(mask.rows, tuple(
         strips(starts[owner == rank], counts[owner == rank]) for rank in range(ranks)))

@@ -42,7 +42,7 @@ class ContextConfig:
         placement: which rows a rank has. ``ulysses`` takes ``contiguous`` only: rows then arrive in
             order, and its work is even in any case. ``balanced`` is for ``all_gather`` only: its
             blocks make the ranks' work even in sum, but not step by step as a ring needs it.
-        block: rows that stay together under ``balanced``.
+        block: most rows that stay together under ``balanced``.
     """
 
     method: Method = "ring"

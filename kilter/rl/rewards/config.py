@@ -1,7 +1,7 @@
 """Rewards as a job file says them, and what they are built into.
 
     [[rewards]]
-    kind = "mathematics"            # a name of `REWARDS`, or "package.module:name" of your own
+    kind = "math"                   # a name of `REWARDS`, or "package.module:name" of your own
     weight = 1.0
     options = { seconds = 5 }       # the fields of that reward's class
     [[rewards]]
@@ -29,7 +29,7 @@ from kilter.rl.rewards.text import Contains, Exact, Format, Length, Regex
 
 REWARDS: Mapping[str, type] = {
     "exact": Exact, "contains": Contains, "regex": Regex, "format": Format, "length": Length,
-    "mathematics": Mathematics, "reasoning_gym": ReasoningGym, "program": Program,
+    "math": Mathematics, "reasoning_gym": ReasoningGym, "program": Program,
 }
 
 

@@ -5,7 +5,7 @@ cannot be read from it.
 It speaks in frames on its standard input and output, 8 bytes of length and JSON:
 
     → {"work": "program" | "mathematics" | "reasoning_gym", "limits": {…}, "isolate": bool,
-       "readable": [paths], "sys_path": [paths]}
+       "readable": [paths], "sys_path": [paths] or null for this program's own}
     ← {"problem": null or a sentence}
     → a job                              (again and again; the end of input ends the program)
     ← {"end": "exit" | "time" | "output" | "signal", "code": int, "output": text}
@@ -27,11 +27,17 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+Message = dict[str, Any]
+Work = Callable[[Message], None]
+Prepare = Callable[[Message], Work]
 
 REPORT = 3  # the descriptor a child writes its result to
 
 # What a child may not call: the numbers on x86-64 and on AArch64 (None: not there).
-DENIED = {
+DENIED: dict[str, tuple[int, int | None]] = {
     # other processes
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
@@ -74,9 +80,11 @@ CLONE_THREAD = 0x10000
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, audit number
 
 
-def main():
+def main() -> None:
     setup = _receive()
-    sys.path[:] = setup["sys_path"]
+    assert setup is not None
+    sys.path[:] = setup["sys_path"] or sys.path
+    setup["readable"] += sys.path
     problem = None
     try:
         prepare = {"program": _prepare_program, "mathematics": _prepare_mathematics,
@@ -96,12 +104,16 @@ def main():
         _send(_run(setup, work, job))
 
 
-def _receive():
+def _receive() -> Message | None:
     head = _exactly(8)
-    return None if head is None else json.loads(_exactly(int.from_bytes(head, "little")))
+    body = None if head is None else _exactly(int.from_bytes(head, "little"))
+    if body is None:
+        return None
+    message: Message = json.loads(body)
+    return message
 
 
-def _exactly(count):
+def _exactly(count: int) -> bytes | None:
     data = b""
     while len(data) < count:
         block = os.read(0, min(count - len(data), 1 << 20))
@@ -111,7 +123,7 @@ def _exactly(count):
     return data
 
 
-def _send(message):
+def _send(message: Message) -> None:
     data = json.dumps(message).encode()
     data = len(data).to_bytes(8, "little") + data
     while data:
@@ -121,7 +133,7 @@ def _send(message):
 # --- one job ---------------------------------------------------------------------------------
 
 
-def _run(setup, work, job):
+def _run(setup: Message, work: Work, job: Message) -> Message:
     """Forks, locks the child up, lets it work, and says how it ended and what it wrote."""
     limits = setup["limits"]
     folder = tempfile.mkdtemp(prefix="kilter-")
@@ -147,11 +159,12 @@ def _run(setup, work, job):
         shutil.rmtree(folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     if end == "exit" and code < 0:
-        end, code = ("time" if -code == signal.SIGXCPU else "signal"), -code
+        end = "time" if -code == signal.SIGXCPU else "signal"
+    code = abs(code)
     return {"end": end, "code": code, "output": data.decode(errors="replace")}
 
 
-def _watch(pid, reader, limits):
+def _watch(pid: int, reader: int, limits: Message) -> tuple[str, bytes]:
     deadline, most = time.monotonic() + limits["seconds"], limits["output"]
     os.set_blocking(reader, False)
     data, open_ = b"", True
@@ -178,7 +191,8 @@ def _watch(pid, reader, limits):
             return "time", data
 
 
-def _child(setup, work, job, folder, given, writer):
+def _child(setup: Message, work: Work, job: Message, folder: str, given: int,
+           writer: int) -> NoReturn:
     """Never returns."""
     code = 1
     try:
@@ -218,22 +232,22 @@ def _child(setup, work, job, folder, given, writer):
         os._exit(code & 0xFF)
 
 
-def _above(fd):
+def _above(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD, 16)
 
 
-def _probe(job):
+def _probe(job: Message) -> None:
     os.write(REPORT, b"locked")
 
 
 # --- what is run -----------------------------------------------------------------------------
 
 
-def _prepare_program():
+def _prepare_program() -> Prepare:
     return lambda job: _program
 
 
-def _program(job):
+def _program(job: Message) -> None:
     """A candidate program, and what its test asks of it.
 
     The candidate never sees the value or text that is expected of it, except in an assertion."""
@@ -250,37 +264,39 @@ def _program(job):
         _report({"passed": job["token"]})
 
 
-def _report(value):
+def _report(value: Message) -> None:
     data = json.dumps(value).encode()
     while data:
         data = data[os.write(REPORT, data):]
 
 
-def _prepare_mathematics():
+def _prepare_mathematics() -> Prepare:
     import math_verify
 
     # its grammars are read at the first use, which should not be paid for by every child
     math_verify.verify(math_verify.parse(r"$\frac{1}{2}$", parsing_timeout=None),
                        math_verify.parse("0.5", parsing_timeout=None), timeout_seconds=None)
 
-    def mathematics(job):
+    def mathematics(job: Message) -> None:
         gold = math_verify.parse(job["gold"], parsing_timeout=None)
         if not gold:
-            return _report({"error": "it has no expression that can be read"})
+            _report({"error": "it has no expression that can be read"})
+            return
         answer = math_verify.parse(job["answer"], parsing_timeout=None)
         equal = math_verify.verify(gold, answer, float_rounding=job["digits"],
                                    strict=job["strict"], timeout_seconds=None)
-        return _report({"value": float(bool(equal))})
+        _report({"value": float(bool(equal))})
 
     return lambda job: mathematics
 
 
-def _prepare_reasoning_gym():
+def _prepare_reasoning_gym() -> Prepare:
     import reasoning_gym
 
-    datasets, entries = {}, {}
+    datasets: dict[str, Any] = {}
+    entries: dict[tuple[str, int], Any] = {}
 
-    def prepare(job):
+    def prepare(job: Message) -> Work:
         reference = job["reference"]
         address = json.dumps([reference["dataset"], reference.get("config", {})], sort_keys=True)
         if address not in datasets:
@@ -300,7 +316,7 @@ def _prepare_reasoning_gym():
                                  "with another answer than when the task made it; this dataset "
                                  "is not deterministic on this machine or version")
 
-        def judge(job):
+        def judge(job: Message) -> None:
             _report({"value": float(dataset.score_answer(job["answer"], entry))})
 
         return judge
@@ -311,7 +327,7 @@ def _prepare_reasoning_gym():
 # --- the lock --------------------------------------------------------------------------------
 
 
-def _lock(setup, folder):
+def _lock(setup: Message, folder: str) -> None:
     """Limits, then (isolated) Landlock and a filter of system calls; OSError says what failed."""
     limits = setup["limits"]
     pages = 0
@@ -341,7 +357,7 @@ def _lock(setup, folder):
     _seccomp(libc)
 
 
-def _prctl(libc, option, value, name):
+def _prctl(libc: ctypes.CDLL, option: int, value: int, name: str) -> None:
     if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0),
                   ctypes.c_ulong(0)) != 0:
         raise OSError(f"{name} is refused: {os.strerror(ctypes.get_errno())}")
@@ -352,7 +368,7 @@ class _Path(ctypes.Structure):
     _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
-def _landlock(libc, readable, writable):
+def _landlock(libc: ctypes.CDLL, readable: list[str], writable: str | None) -> None:
     """Files: reading below `readable`, writing below `writable`, and nothing else."""
     version = libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if version < 1:
@@ -389,7 +405,7 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction))]
 
 
-def _seccomp(libc):
+def _seccomp(libc: ctypes.CDLL) -> None:
     """A filter of system calls: EPERM for what is in `DENIED`."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:

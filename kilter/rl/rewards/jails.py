@@ -24,7 +24,6 @@ import os
 import select
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import weakref
@@ -33,6 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from kilter.rl.rewards.score import Unavailable
 
 Work = Literal["program", "mathematics", "reasoning_gym"]
 Isolation = Literal["full", "limits"]
@@ -45,8 +46,12 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/et
               "/etc/localtime", "/usr/share/zoneinfo", "/dev/urandom")
 
 
-class JailError(RuntimeError):
-    """The processes cannot be had as asked for, or one was lost twice on one job."""
+class NoJail(Unavailable):
+    """The processes cannot be had as they were asked for."""
+
+
+class JailLost(RuntimeError):
+    """A process was lost twice on one job."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Jails:
     def __init__(self, work: Work, limits: Limits, workers: int,
                  isolation: Isolation = "full") -> None:
         if os.name != "posix":
-            raise JailError(f"Answers are run in processes of a POSIX system, but this is "
+            raise NoJail(f"Answers are run in processes of a POSIX system, but this is "
                             f"{os.name}.")
         if workers < 1:
             raise ValueError(f"workers is {workers} but must be at least 1.")
@@ -120,7 +125,7 @@ class Jails:
     def run(self, jobs: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """The outcome of every job, in their order.
 
-        Raises JailError where the processes cannot be started or kept.
+        Raises NoJail where the processes cannot be started, JailLost where one cannot be kept.
         """
         if not jobs:
             return []
@@ -141,7 +146,7 @@ class Jails:
             except _Lost as error:
                 worker.stop()
                 if last:
-                    raise JailError(f"The process that runs {self.work} jobs was lost twice on one "
+                    raise JailLost(f"The process that runs {self.work} jobs was lost twice on one "
                                     f"job ({error}); it may have run out of memory.") from None
                 continue
             except BaseException:
@@ -171,13 +176,9 @@ class _Worker:
             cwd="/", start_new_session=True,
             env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LANG": "C.UTF-8",
                  "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-        library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-        library.append(str(Path(library[1]) / "lib-dynload"))
-        path = library if bare else [entry for entry in sys.path if entry]
-        readable = [*_LIBRARIES, *library, str(Path(sys.base_prefix) / "lib"),
-                    *([] if bare else path)]
-        setup = {"work": work, "isolate": isolation == "full", "sys_path": path,
-                 "readable": readable, "limits": {
+        setup = {"work": work, "isolate": isolation == "full",
+                 "sys_path": None if bare else [entry for entry in sys.path if entry],
+                 "readable": [*_LIBRARIES, str(Path(sys.base_prefix) / "lib")], "limits": {
                      "seconds": limits.seconds, "output": limits.output_kb << 10,
                      "cpu_seconds": limits.cpu_seconds or -int(-limits.seconds // 1),
                      "memory": limits.memory_mb << 20, "files": limits.open_files,
@@ -186,16 +187,16 @@ class _Worker:
             problem = self._ask(setup, _START)["problem"]
         except _Lost as error:
             self.stop()
-            raise JailError(f"The process that runs {work} jobs did not start: {error}.") from None
+            raise NoJail(f"The process that runs {work} jobs did not start: {error}.") from None
         if problem is not None:
             self.stop()
             advice = {"mathematics": "pip install 'kilter[rl]'",
                       "reasoning_gym": "pip install 'kilter[rl]'"}
             if problem.startswith("it cannot be imported"):
-                raise JailError(f"The {work} reward needs a package that is not there: "
+                raise NoJail(f"The {work} reward needs a package that is not there: "
                                 f"{problem.split(': ', 1)[1]}. Install it with "
                                 f"`{advice.get(work, 'pip install kilter')}`.")
-            raise JailError(f"What a model writes cannot be isolated here: {problem}. Run it on a "
+            raise NoJail(f"What a model writes cannot be isolated here: {problem}. Run it on a "
                             "system that can, or set isolation to \"limits\" if network and files "
                             "need no protection from it (docs/rewards.md).")
 

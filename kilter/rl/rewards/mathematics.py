@@ -28,7 +28,7 @@ class Mathematics(Jailed):
         strict: names of variables count, and a set is no tuple.
     """
 
-    name: str = "mathematics"
+    name: str = "math"
     extract: Extract = "whole"
     tag: str = "answer"
     digits: int = 6

@@ -35,6 +35,11 @@ class RewardError(ValueError):
     """A reward that failed, or answered with something else than one finite number per sample."""
 
 
+class Unavailable(RuntimeError):
+    """A reward that can judge nothing at all: a package or the system lacks what it needs. It is
+    raised whatever `on_error` says."""
+
+
 @dataclass(frozen=True)
 class WeightedReward:
     """A reward and its share of the total.
@@ -71,6 +76,7 @@ def score(rewards: Sequence[WeightedReward], samples: Sequence[Sample]) -> dict[
     """Every reward's values by its name, and under "total" their weighted sum.
 
     Raises:
+        Unavailable: where a reward cannot work here.
         RewardError: for two rewards of one name, a reward that raises, a wrong number of values, or
             a value that is no finite number (the last two by `on_error`).
     """
@@ -90,6 +96,8 @@ def _values(weighted: WeightedReward, samples: Sequence[Sample]) -> list[float]:
         return []
     try:
         values: Sequence[Any] = reward(samples)
+    except Unavailable:
+        raise
     except Exception as error:
         return _one_by_one(weighted, samples, error)
     try:

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kilter.comm.axis import Axis
 from kilter.parallel.context.balance import PlacementKind, place
 from kilter.parallel.context.mask import Mask, side_by_side
 from kilter.parallel.context.placement import Placement
-from kilter.parallel.context.plan import PLACEMENTS, spread_batch
+from kilter.parallel.context.plan import PLACEMENTS, ContextConfig, spread_batch
 from tests.parallel.context.packs import boundaries, dense, dense_runs, masks, pack
 
 KINDS = st.sampled_from(PLACEMENTS)
@@ -117,7 +118,6 @@ def test_examples() -> None:
         [0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     assert [Placement.striped(bounds, 2).rows(r).tolist() for r in (0, 1)] == [
         [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
-    # The positions of the second half of two documents of four, at CP 2 with zigzag pieces.
     assert Placement.contiguous([0, 3, 5], 2, multiple=4).sizes == (4, 1)
 
 
@@ -144,9 +144,6 @@ def test_rows_that_do_not_fit() -> None:
 @given(LENGTHS, KINDS, RANKS, MULTIPLES)
 def test_local_batches(lengths: list[int], kind: PlacementKind, ranks: int, multiple: int) -> None:
     """Tokens, positions and boundaries of the ranks' rows; boundaries part documents."""
-    from kilter.comm.axis import Axis
-    from kilter.parallel.context.plan import ContextConfig
-
     batch = pack(lengths)
     document = np.repeat(np.arange(len(lengths)), lengths)
     config = ContextConfig("all_gather", kind, block=4)

@@ -82,7 +82,8 @@ def test_memory_is_what_still_has_a_use(schedule: Schedule) -> None:
         brute_peak(schedule, rank) for rank in range(schedule.ranks)]
 
 
-@given(st.integers(1, 8), st.integers(1, 24))
+@given(st.integers(1, 6), st.integers(1, 16))
+@settings(max_examples=50, deadline=None)
 def test_memory_closed_forms(p: int, m: int) -> None:
     def held(name: str, m: int = m, v: int | None = None) -> list[int]:
         return activations_in_flight(make_schedule(name, p, m, v))
@@ -96,10 +97,10 @@ def test_memory_closed_forms(p: int, m: int) -> None:
             min(v * p * m, (v - 1) * p + 2 * (p - 1 - r) + 1) for r in range(p)]
     # 2401.10241: what 1f1b's first rank holds, here on every rank
     assert held("zb-h1") == [min(p, m)] * p
-    if m >= 2 * p - 1:
+    if m >= p:
         assert held("zb-v") == [2 * p] * p  # of halves
     if m >= 2 * p:
-        assert max(held("dualpipe-v")) <= 2 * p + 1  # of halves
+        assert held("dualpipe-v") == [min(2 * p + 1, 2 * m)] * p  # of halves
 
 
 def test_what_cannot_be_is_said_with_a_way_out() -> None:
@@ -226,8 +227,8 @@ def torch_order(actions: list[Any]) -> list[Action]:
         if action is None:
             continue
         for part in getattr(action, "sub_actions", None) or (action,):
-            if str(part.computation_type) in "FBIW":
-                found.append(Action(Kind(str(part.computation_type)), part.stage_index,
+            if part.computation_type.value in "FBIW":
+                found.append(Action(Kind(part.computation_type.value), part.stage_index,
                                     part.microbatch_index))
     return found
 

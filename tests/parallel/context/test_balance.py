@@ -1,0 +1,86 @@
+"""How even the ranks' attention work is."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kilter.parallel.context.balance import balanced, imbalance, place, work_of_ranks
+from kilter.parallel.context.mask import Mask
+from tests.parallel.context.packs import boundaries, masks
+
+
+def lognormal(tokens: int, seed: int) -> list[int]:
+    """Document lengths of median 400, clipped to what is left."""
+    rng, lengths = np.random.default_rng(seed), []
+    while tokens:
+        lengths.append(min(tokens, max(1, int(rng.lognormal(6.0, 1.2)))))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def images(bounds: list[int], seed: int) -> Mask:
+    """One or more images of 256 to 1024 rows in every document that has room."""
+    rng, spans = np.random.default_rng(seed), []
+    for start, end in itertools.pairwise(bounds):
+        at = start + int(rng.integers(0, 64))
+        while at + 256 <= end:
+            stop = min(end, at + int(rng.choice([256, 576, 1024])))
+            spans.append((at, stop))
+            at = stop + int(rng.integers(16, 512))
+    return Mask.with_spans(bounds, spans)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [8192, 32768])
+def test_one_long_document(tokens: int, ranks: int) -> None:
+    mask = Mask.causal([0, tokens])
+    for kind in ("zigzag", "striped", "balanced"):
+        assert imbalance(work_of_ranks(mask, place(kind, mask, ranks))) < 0.01
+    # The last of n equal runs sees 2 n - 1 of n² equal pieces of the triangle.
+    found = imbalance(work_of_ranks(mask, place("contiguous", mask, ranks)))
+    assert found == pytest.approx((2 * ranks - 1) / ranks - 1, abs=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_packs_and_images(ranks: int, seed: int) -> None:
+    bounds = boundaries(lognormal(16384, seed))
+    for mask in (Mask.causal(bounds), images(bounds, seed), Mask.causal(bounds, window=512)):
+        placement = balanced(mask, ranks)
+        assert imbalance(work_of_ranks(mask, placement)) < 0.05
+        assert max(placement.sizes) - min(placement.sizes) <= 128
+    mask = Mask.causal(bounds)
+    for kind in ("zigzag", "striped"):
+        assert imbalance(work_of_ranks(mask, place(kind, mask, ranks))) < 0.01
+
+
+@given(masks(), st.integers(1, 5), st.integers(1, 5))
+def test_work_adds_up(mask: Mask, ranks: int, block: int) -> None:
+    placement = balanced(mask, ranks, block)
+    assert sum(work_of_ranks(mask, placement)) == mask.work()
+    assert max(placement.sizes) - min(placement.sizes) <= -(-mask.rows // (ranks * block))
+
+
+def test_nothing_better_among_all() -> None:
+    """Of eight blocks on two ranks, four each: as good as the best of all 70 ways."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        spans, at = [], 0
+        for _ in range(4):
+            first = at + int(rng.integers(0, 3))
+            at = first + int(rng.integers(1, 6))
+            spans.append((first, at))
+        mask = Mask.with_spans([0, 32], [s for s in spans if s[1] <= 32])
+        work = mask.row_work.reshape(8, 4).sum(1)
+        best = min(max(work[list(some)].sum(), work.sum() - work[list(some)].sum())
+                   for some in itertools.combinations(range(8), 4))
+        assert max(work_of_ranks(mask, balanced(mask, 2, block=4))) <= 1.03 * best
+
+
+def test_imbalance() -> None:
+    assert imbalance([3, 1]) == 0.5 and imbalance([2, 2]) == 0.0 and imbalance([0, 0]) == 0.0
