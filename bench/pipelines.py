@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kilter.parallel.pipeline.check import activations_in_flight, check
-from kilter.parallel.pipeline.generators import NAMES, default_stages, make_schedule
+from kilter.parallel.pipeline.generators import NAMES, make_schedule
 from kilter.parallel.pipeline.simulate import FORMULAS, Costs, Timeline, simulate
 from kilter.report.text import table
 from kilter.report.timeline import Span, perfetto, svg
@@ -70,8 +70,8 @@ def section() -> str:
 
 
 def spans(timeline: Timeline) -> list[Span]:
-    """What ranks compute, for drawing: the label is the micro-batch, the depth the rank's how
-    manieth stage it is."""
+    """What ranks compute, for drawing: the label is the micro-batch, the depth which of the
+    rank's stages it is."""
     schedule = timeline.schedule
     return [Span(rank, timed.start, timed.end, str(timed.action.micro_batch),
                  timed.action.kind.value, schedule.stages_of(rank).index(timed.action.stage))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench import pipelines
 from kilter.parallel.pipeline.generators import NAMES
-from kilter.report.timeline import Span, _shade, html, perfetto, svg
+from kilter.report.timeline import _PALETTE, Span, _shade, html, perfetto, svg
 
 NS = "{http://www.w3.org/2000/svg}"
 SPANS = [Span(0, 0, 2, "0", "F"), Span(1, 2, 4, "0", "F"), Span(1, 4, 8, "0", "B", 1),
@@ -62,6 +62,13 @@ def test_the_legend_has_only_what_occurs() -> None:
     assert len([r for r in root.iter(f"{NS}rect") if r.get("class") == "box key"]) == 3
 
 
+def test_colours_agree_between_drawings_with_the_same_kinds() -> None:
+    kinds = {"F": "forward", "B": "backward", "W": "weights"}
+    both, one = [Span(0, 0, 1, "", "B"), Span(0, 1, 2, "", "W")], [Span(0, 0, 1, "", "W")]
+    fills = [box.attrib["fill"] for some in (both, one) for box in boxes(svg(some, kinds=kinds))]
+    assert fills[1] == fills[2] != fills[0]
+
+
 def test_text_reads_on_every_box() -> None:
     """WCAG's contrast ratio of at least 4.5, from its own definition."""
     def luminance(colour: str) -> float:
@@ -69,11 +76,10 @@ def test_text_reads_on_every_box() -> None:
         r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    from kilter.report.timeline import _PALETTE
     for colour in _PALETTE:
         for depth in range(5):
             fill, ink = _shade(colour, depth, 4)
-            text = luminance({"dark": "#111418", "light": "#ffffff"}[ink])
+            text = luminance({"dark": "#000000", "light": "#ffffff"}[ink])
             low, high = sorted((luminance(fill), text))
             assert (high + 0.05) / (low + 0.05) >= 4.5, (colour, depth)
 

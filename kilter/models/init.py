@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from kilter.models.adapter import LowRank
 from kilter.models.decoder import Decoder
 from kilter.models.norm import RMSNorm
+from kilter.models.value import ValueHead
 
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int, std: float = 0.02) -> Decoder:
-    """Fills every parameter: matrices normal(0, std), biases zero, norms the identity; of adapters
-    A uniform within 1 / sqrt(K) and B zero.
+    """Fills every parameter: matrices normal(0, std), biases and value heads zero, norms the
+    identity; of adapters A uniform within 1 / sqrt(K) and B zero.
 
     Each parameter has its own random stream, keyed by (seed, its name), so a model that is built
     in pieces on several ranks gets the numbers of one built whole.
@@ -34,7 +35,7 @@ def initial(module: nn.Module, name: str, shape: Sequence[int], seed: int, std: 
     model, of this shape however much of it a rank holds."""
     if isinstance(module, RMSNorm):
         return torch.full(tuple(shape), 0.0 if module.zero_centred else 1.0)
-    if name.endswith(".bias"):
+    if name.endswith(".bias") or isinstance(module, ValueHead):
         return torch.zeros(tuple(shape))
     if isinstance(module, LowRank) and not name.endswith(".lora_a"):
         # DoRA's magnitudes are norms of what the weights turn out to be; see `kilter.train.lora`.

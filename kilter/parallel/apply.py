@@ -26,6 +26,7 @@ from kilter.models.decoder import Decoder
 from kilter.models.init import initial
 from kilter.models.linear import Embedding, Linear
 from kilter.models.spec import ModelSpec
+from kilter.models.value import ValueModel
 from kilter.parallel.data import (
     DataParallel,
     FullyShardedStates,
@@ -43,7 +44,7 @@ from kilter.parallel.pipeline.executor import (
     Score,
     lanes,
 )
-from kilter.parallel.pipeline.stage import TIED, DeferredGrads, Stage, cut, split_layers
+from kilter.parallel.pipeline.stage import TIED, DeferredGrads, Stage, cut
 from kilter.parallel.pipeline.tied import TiedCopy
 from kilter.parallel.recompute import Recompute, apply_recompute
 from kilter.parallel.shards import Shard
@@ -82,6 +83,7 @@ class Spread:
     @property
     def forward(self) -> Callable[..., Tensor]:
         """(batch, targets_T) -> log-probabilities [T], with counts a loss: see `TokenLogprobs`.
+        Of a model with a value head: (batch) -> values [T], see `TokenValues`.
 
         Raises:
             ValueError: in a pipeline, where no rank has the whole model: `backward_all` and
@@ -141,7 +143,8 @@ class Spread:
             part.data.updated()
 
     def load(self, source: ModelSource) -> int:
-        """Fills the model from a source; every rank reads only its own bytes.
+        """Fills the model from a source; every rank reads only its own bytes. What the source does
+        not have stays as it is: a value head is zero from the start.
 
         Returns:
             Bytes this rank took from the files.
@@ -201,9 +204,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
         whole = cut(model, range(model.spec.num_layers), True, True)
         part, local = _make_part(whole, mesh, shards, tensor, sequence, True, False)
         return Spread(mesh, model, shards, local, [part])
-    # What the stages are does not depend on the number of micro-batches, and this one always works.
-    schedule = config.make(axis.size, 2 * axis.size)
-    cuts = split_layers(model.spec, schedule.num_stages, config.layers)
+    schedule, cuts = config.layers_of(model.spec, axis.size)
     last = schedule.num_stages - 1
     parts: dict[int, Part] = {}
     local = {}
@@ -245,6 +246,8 @@ def _make_part(decoder: Decoder, mesh: Mesh, shards: dict[str, Shard], tensor: A
     if zero == 3:
         _fully_shard(stage, mesh)
     stage.to_empty(device=torch.device(mesh.device_type))
+    if isinstance(decoder, ValueModel) and decoder.value is not None:
+        nn.init.zeros_(decoder.value.weight)  # type: ignore[arg-type]
     every = dict(decoder.named_parameters())
     trained = {name: p for name, p in every.items() if p.requires_grad}
     split = DeferredGrads(decoder) if deferred else None
@@ -273,6 +276,8 @@ def _union(model: Decoder, parts: Mapping[int, Part]) -> Decoder:
             union.embed = decoder.embed
         if part.stage.last:
             union.norm, union.head = decoder.norm, decoder.head
+            if isinstance(union, ValueModel) and isinstance(decoder, ValueModel):
+                union.value = decoder.value
     return union
 
 

@@ -34,6 +34,7 @@ from kilter.models.decoder import Decoder
 from kilter.models.linear import Embedding, Linear, Use, through
 from kilter.models.norm import RMSNorm
 from kilter.models.spec import ModelSpec
+from kilter.models.value import ValueHead
 from kilter.parallel.heads import Part, out_columns, qkv_boxes, split_model
 from kilter.parallel.shards import Box, Shard
 
@@ -142,6 +143,9 @@ def apply_tensor(model: Decoder, axis: Axis, sharers: Axis, sequence: bool) -> d
         leaf = path.rpartition(".")[2]
         if isinstance(module, Attention):
             module.spec = part.spec
+        elif isinstance(module, ValueHead):
+            if sequence:
+                module.uses = (partial(sum_grads, axis=axis),)
         elif isinstance(module, Linear):
             if leaf in ("out", "down"):
                 _become(module, RowLinear, axis=axis, sequence=sequence, splits=part.leaves)
@@ -199,8 +203,8 @@ def placements(model: Decoder, part: Part, rank: int) -> dict[str, Shard]:
 
 def _placement(spec: ModelSpec, module: nn.Module, path: str, name: str, shape: tuple[int, ...],
                part: Part, rank: int) -> Shard:
-    """The table. Norms, and biases that are added after a sum, are whole on every rank, and the
-    first rank's count."""
+    """The table. Norms, value heads, and biases that are added after a sum, are whole on every
+    rank, and the first rank's count."""
     kind, tail = path.rpartition(".")[2], shape[1:]
     zeros = (0,) * len(tail)
     if isinstance(module, LowRank):

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# Of kinds in the order in which they first appear: blue, green, orange, violet, yellow, grey.
-_PALETTE = ("#a9c9f5", "#a5dcb0", "#f6c28b", "#d3b8ee", "#f0e08a", "#c9cdd3")
-_DEEPEST = 0.35  # of its colour is left in the deepest box
+# Kinds in their order are blue, green, yellow, red, violet, grey: (at depth 0, at the deepest).
+_PALETTE = (("#a9c9f5", "#2a5fb4"), ("#a5dcb0", "#1f7138"), ("#f5e08c", "#866800"),
+            ("#f5b8ad", "#b03c28"), ("#d3b8ee", "#7345a8"), ("#c9cdd3", "#565d66"))
 _ROW, _GAP, _TOP, _LEGEND, _AXIS = 26, 6, 8, 30, 34
 _LETTER = 6.2  # width of a letter of a label, and of those beside the boxes 7
 
 _STYLE = """<style>
 text { font: 12px system-ui, sans-serif; fill: #24292f }
-.on { font-size: 10.5px; text-anchor: middle; dominant-baseline: central }
-.dark { fill: #111418 } .light { fill: #ffffff }
+.on { font-size: 10.5px; text-anchor: middle }
+.dark { fill: #000000 } .light { fill: #ffffff }
 .mid { text-anchor: middle } .end { text-anchor: end }
 .track { fill: #8b949e; fill-opacity: .16 }
 .tick { stroke: #8b949e; stroke-width: 1 }
@@ -54,14 +54,16 @@ def svg(spans: Sequence[Span], tracks: Sequence[str] = (), title: str = "",
         title: read aloud by screen readers and shown by nobody.
         unit: stands at the axis.
         width: of the picture in pixels; labels that do not fit in their boxes are left out.
-        kinds: what the legend calls each kind, in its order; without, the kinds themselves.
+        kinds: what the legend calls each kind, in its order. A kind's colour is that of its place
+            here, so drawings with the same ``kinds`` agree; those not named follow as they come.
 
     Raises:
         ValueError: if there are no spans, or one ends before it starts.
     """
     names = _names(spans, tracks)
     legend = _legend(spans, kinds)
-    colours = {kind: _PALETTE[i % len(_PALETTE)] for i, kind in enumerate(legend)}
+    order = dict.fromkeys([*(kinds or ()), *legend])
+    colours = {kind: _PALETTE[i % len(_PALETTE)] for i, kind in enumerate(order)}
     left = 12 + 7 * max(map(len, names))
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     scale = (width - left - 14) / ((end - start) or 1.0)
@@ -85,7 +87,7 @@ def svg(spans: Sequence[Span], tracks: Sequence[str] = (), title: str = "",
         out.append(f'<rect class="box" x="{_px(x)}" y="{y}" width="{_px(wide)}" height="{_ROW}" '
                    f'fill="{fill}"><title>{escape(told)}</title></rect>')
         if span.label and len(span.label) * _LETTER <= wide:
-            out.append(f'<text class="on {ink}" x="{_px(x + wide / 2)}" y="{y + _ROW / 2:g}">'
+            out.append(f'<text class="on {ink}" x="{_px(x + wide / 2)}" y="{y + _ROW / 2 + 3.8:g}">'
                        f"{escape(span.label)}</text>")
     for tick in _ticks(start, end):
         x = left + (tick - start) * scale
@@ -176,11 +178,12 @@ def _legend(spans: Iterable[Span], kinds: Mapping[str, str] | None) -> dict[str,
     return named | {kind: kind for kind in found if kind not in named}
 
 
-def _shade(colour: str, depth: int, deepest: int) -> tuple[str, str]:
+def _shade(colour: tuple[str, str], depth: int, deepest: int) -> tuple[str, str]:
     """A box's colour, and the class of the text that reads on it."""
-    keep = 1 - (1 - _DEEPEST) * depth / deepest if deepest else 1.0
-    rgb = [round(keep * int(colour[i:i + 2], 16)) for i in (1, 3, 5)]
-    linear = [(c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4) for c in rgb]
+    part = depth / deepest if deepest else 0.0
+    light, deep = ([int(end[i:i + 2], 16) for i in (1, 3, 5)] for end in colour)
+    rgb = [round(a + part * (b - a)) for a, b in zip(light, deep, strict=True)]
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     # Black and white contrast equally with a luminance of 0.18 (WCAG's contrast ratio).
     return "#" + "".join(f"{c:02x}" for c in rgb), "dark" if luminance > 0.18 else "light"

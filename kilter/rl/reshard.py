@@ -133,7 +133,8 @@ class WeightSync:
         sums = all_reduce_sum(both, world).tolist()
         ours, theirs = sums[:len(sent)], sums[len(sent):]
         self._compare(ours, theirs)
-        changed = sum(a != b for a, b in zip(ours, self._last or [None] * len(ours), strict=True))
+        changed = (len(ours) if self._last is None else
+                   sum(a != b for a, b in zip(ours, self._last, strict=True)))
         self._last = ours
         self.report = RolloutWeights(
             version, tuple(map(plan.received_bytes, range(plan.world))),

@@ -25,6 +25,9 @@ from kilter.parallel.tensor import placements
 from kilter.rl.reshard_plan import Shards
 
 Groups = tuple[tuple[int, ...], ...]  # of each rollout replica: its ranks, ascending, by part
+_Chain = tuple["_Chain", int] | None  # parts of the ranks so far, the last one outside
+
+_KEPT = 1 << 15
 
 
 def trainer_shards(model: Decoder, layout: Layout,
@@ -103,55 +106,53 @@ def consecutive_groups(world: int, degree: int) -> Groups:
 
 
 def nested_groups(held: Sequence[Shards], parts: Sequence[Shards]) -> Groups:
-    """Replicas made so that all ranks together receive the least: a rank takes the part that most
-    of its shards lie in, as far as there are as many ranks for every part. Where that makes no
-    difference, a rank takes the part it has in `consecutive_groups`.
+    """Replicas made so that all ranks together receive the least, where parts are in the order of
+    a replica's ranks, as they are in a process group. Where that makes no difference, a rank takes
+    the part it has in `consecutive_groups`.
 
     A replica's ranks need not be neighbours: on machines whose ranks within a node are much better
     connected than nodes, a few bytes once a step may cost less than rollouts across nodes.
 
     Raises:
-        ValueError: if the number of parts does not divide the world, or the best choice is one
-            whose replicas have not their parts in the order of their ranks, as process groups do.
+        ValueError: if the number of parts does not divide the world.
     """
     world, degree = len(held), len(parts)
     _check(world, degree)
     # Elements that stay where they are, and to break ties whether the part is the usual one.
     gain = [[(world + 1) * _common(shards, part) + (index == rank % degree)
              for index, part in enumerate(parts)] for rank, shards in enumerate(held)]
-    ranks_of = _assign(gain, world // degree)
-    groups = tuple(sorted(zip(*ranks_of, strict=True)))
-    if any(list(group) != sorted(group) for group in groups):
-        raise ValueError(f"The groups of ranks with the least to receive would be "
-                         f"{[list(group) for group in groups]}, whose parts are not in the order "
-                         f"of their ranks; use consecutive groups with this layout.")
-    return groups
+    return _assign(gain)
 
 
-def _assign(gain: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Each rank to a part, ``size`` ranks to every part, for the greatest sum of gains: from the
-    best choice without that bound along cheapest chains of moves, which keeps it the best choice.
+def _assign(gain: Sequence[Sequence[int]]) -> Groups:
+    """Ranks to groups and parts for the greatest sum of ``gain[rank][part]``.
+
+    Rank by rank: how many ranks each part has so far is all that matters for the ranks to come. A
+    part never has more than the one before, so that the n-th ranks of all parts make a group in
+    ascending order. Of such counts the best are kept, all of them unless there are very many.
     """
     degree = len(gain[0])
+    size = len(gain) // degree
+    best: dict[tuple[int, ...], tuple[int, _Chain]] = {(0,) * degree: (0, None)}
+    for row in gain:
+        following: dict[tuple[int, ...], tuple[int, _Chain]] = {}
+        for counts, (total, chain) in best.items():
+            for part, count in enumerate(counts):
+                if count < (counts[part - 1] if part else size):
+                    after = (*counts[:part], count + 1, *counts[part + 1:])
+                    if after not in following or following[after][0] < total + row[part]:
+                        following[after] = (total + row[part], (chain, part))
+        if len(following) > _KEPT:
+            ranked = sorted(following.items(), key=lambda item: (-item[1][0], item[0]))
+            following = dict(ranked[:_KEPT])
+        best = following
+    [(_, chain)] = best.values()
     members: list[list[int]] = [[] for _ in range(degree)]
-    for rank, row in enumerate(gain):
-        members[max(range(degree), key=row.__getitem__)].append(rank)
-    while (full := next((p for p in range(degree) if len(members[p]) > size), None)) is not None:
-        moves = {(p, q): min((gain[rank][p] - gain[rank][q], rank) for rank in members[p])
-                 for p in range(degree) if members[p] for q in range(degree) if q != p}
-        cost: dict[int, int] = {full: 0}
-        before: dict[int, int] = {}
-        for _ in range(degree):  # Bellman–Ford
-            for (p, q), (loss, _rank) in moves.items():
-                if p in cost and q != full and cost[p] + loss < cost.get(q, 1 << 200):
-                    cost[q], before[q] = cost[p] + loss, p
-        at = min((p for p in cost if len(members[p]) < size), key=lambda p: (cost[p], p))
-        while at != full:
-            rank = moves[before[at], at][1]
-            members[before[at]].remove(rank)
-            members[at].append(rank)
-            at = before[at]
-    return [sorted(ranks) for ranks in members]
+    for rank in reversed(range(len(gain))):
+        assert chain is not None
+        chain, part = chain
+        members[part].insert(0, rank)
+    return tuple(zip(*members, strict=True))
 
 
 def _common(a: Shards, b: Shards) -> int:

@@ -107,6 +107,31 @@ class Plan:
         return sum(shard.numel * self.formats[name].itemsize
                    for name, shard in self.held[rank].items())
 
+    def peak_bytes(self, rank: int) -> int:
+        """The most that is alive on this rank at a time above its shards, if the trainer holds
+        float32 and every group is gone before the next: the group's tensors that are there, and
+        copies of what is on its way."""
+        peak = 0
+        for group in self.groups:
+            alive = 0
+            for exchange in group.exchanges:
+                alive += sum(self.needed[rank][name].numel * self.formats[name].itemsize
+                             for name in exchange.names if name in self.needed[rank])
+                copies = {(t.name, t.box) for t in exchange.transfers
+                          if t.source == rank and self._copied_by_source(t)}
+                both = [*copies, *((t.name, t.box) for t in exchange.transfers
+                                   if t.destination == rank and self._copied_by_destination(t))]
+                peak = max(peak, alive + sum(box.numel * self.formats[name].itemsize
+                                             for name, box in both))
+        return peak
+
+    def _copied_by_source(self, t: Transfer) -> bool:
+        return (self.formats[t.name] != torch.float32
+                or _is_strided(t.box, self.held[t.source][t.name]))
+
+    def _copied_by_destination(self, t: Transfer) -> bool:
+        return _is_strided(t.box, self.needed[t.destination][t.name])
+
     @cached_property
     def _sent(self) -> Counter[int]:
         sent: Counter[int] = Counter()
@@ -257,7 +282,8 @@ def _group(name: str, members: Sequence[str], regions: Mapping[str, list[_Region
     here: Counter[int] = Counter()
     chosen: dict[str, dict[tuple[int, int], list[Box]]] = {member: {} for member in members}
     for member, region, rank, nbytes in pieces:
-        source = min(region.holders, key=lambda h, rank=rank: (here[h], total[h], abs(h - rank), h))
+        *_, source = min((here[holder], total[holder], abs(holder - rank), holder)
+                         for holder in region.holders)
         here[source] += nbytes
         chosen[member].setdefault((source, rank), []).append(region.box)
     total.update(here)
@@ -300,13 +326,16 @@ def _joined(boxes: Sequence[Box], source: _Boxes, destination: _Boxes) -> list[B
     return sorted(found, key=lambda box: box.start)
 
 
-def _is_copied(transfer: Transfer, held: Sequence[Shards], needed: Sequence[Shards],
+def _is_copied(t: Transfer, held: Sequence[Shards], needed: Sequence[Shards],
                formats: Mapping[str, torch.dtype]) -> bool:
     """Whether a transfer cannot go from the trainer's own memory into the rollout tensor."""
-    if formats[transfer.name] != torch.float32:
-        return True
-    sides = (held[transfer.source][transfer.name], needed[transfer.destination][transfer.name])
-    return any(shard.boxes[0].size[1:] != transfer.box.size[1:] for shard in sides)
+    return (formats[t.name] != torch.float32 or _is_strided(t.box, held[t.source][t.name])
+            or _is_strided(t.box, needed[t.destination][t.name]))
+
+
+def _is_strided(box: Box, shard: Shard) -> bool:
+    """Whether a box is not one piece of memory in the local tensor that holds it."""
+    return box.size[0] > 1 and box.size[1:] != shard.boxes[0].size[1:]
 
 
 def _grouped(names: Sequence[str]) -> dict[str, list[str]]:

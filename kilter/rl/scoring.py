@@ -1,8 +1,12 @@
 """The trainer's side: log-probabilities of an experience's actions, in micro-batches of few tokens.
 
-    for part in micro_batches(experience, token_budget=4096):
-        rows_T = spread.forward(part.batch(device), part.targets_T(device), temperature=t)
-        logprobs_T = part.at_actions(rows_T)        # of part.experience's tokens, NaN elsewhere
+    scores = score(spread, experience, token_budget=4096, temperature=0.7)
+    scores.logprobs_T                   # of each action, NaN elsewhere
+
+    for part in micro_batches(experience, token_budget=4096):      # to learn from
+        batch, targets_T = local_rows(spread, part, device)
+        rows_T = forward(batch, targets_T, temperature=0.7)
+        logprobs_T = part.at_actions(rows_T)                       # of part.experience's tokens
 
 Packing changes no bits on the exact path; how many tokens a micro-batch has is a matter of memory.
 """
@@ -11,72 +15,71 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kilter.comm.axis import Axis
-from kilter.comm.collectives import all_reduce_max
+from kilter.comm.collectives import all_reduce_max, broadcast
 from kilter.models.batch import Batch
+from kilter.parallel.apply import Spread
 from kilter.rl.experience import IGNORE, Experience
+from kilter.train.step import local_rows
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of an experience side by side, as one forward takes them.
+    """Some sequences of an experience side by side, as one forward takes them (for
+    `kilter.train.step` too).
 
     Attributes:
         sequences: their indices in the whole experience, ascending.
-        experience: these sequences; None of a blank, which computes and changes nothing and keeps
-            ranks in step that have fewer micro-batches than others.
-        padding: tokens after them, in a sequence of their own and without targets.
+        experience: these sequences; None of a blank, one token that nothing is learned from, which
+            keeps ranks in step that have fewer micro-batches than others.
     """
 
     sequences: tuple[int, ...]
     experience: Experience | None
-    padding: int
 
     @property
     def num_tokens(self) -> int:
-        return (0 if self.experience is None else self.experience.num_tokens) + self.padding
+        return 1 if self.experience is None else self.experience.num_tokens
+
+    @property
+    def valid(self) -> int:
+        """Actions."""
+        return 0 if self.experience is None else self.experience.num_actions
+
+    @property
+    def targets_T(self) -> Tensor:
+        """int64, on the CPU: at each row the next token where it is an action, else `IGNORE`."""
+        return torch.tensor([IGNORE]) if self.experience is None else self.experience.targets()
 
     def batch(self, device: torch.device | str = "cpu") -> Batch:
-        padding = [[0] * self.padding] if self.padding else []
         if self.experience is None:
-            return Batch.of(padding, device)
+            return Batch.of([[0]], device)
         parts = self.experience.tokens_T.split(self.experience.lengths.tolist())
-        return Batch.of([part.tolist() for part in parts] + padding, device)
-
-    def targets_T(self, device: torch.device | str = "cpu") -> Tensor:
-        """int64, of the batch's rows: the next token where it is an action, else `IGNORE`."""
-        none_P = torch.full((self.padding,), IGNORE)
-        if self.experience is None:
-            return none_P.to(device)
-        return torch.cat([self.experience.targets(), none_P]).to(device)
+        return Batch.of([part.tolist() for part in parts], device)
 
     def at_actions(self, row_values_T: Tensor) -> Tensor:
-        """From values of the batch's rows to those of the experience's tokens: float, at each
-        action what the row before it has, NaN elsewhere. Gradients pass."""
+        """From values of the batch's rows (what follows as padding is left out) to those of its
+        tokens: float, at each action what the row before it has, NaN elsewhere. Gradients pass."""
+        own_T = row_values_T[:self.num_tokens]
         if self.experience is None:
-            return row_values_T[:0]
-        own_T = row_values_T[:self.experience.num_tokens]
+            return own_T * torch.nan
         is_action_T = self.experience.is_action_T.to(own_T.device)
         return torch.where(is_action_T, self.experience.at_actions(own_T), torch.nan)
 
 
-def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 1,
-                  multiple: int = 1) -> list[MicroBatch]:
+def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 1
+                  ) -> list[MicroBatch]:
     """All sequences, each whole in one micro-batch; the same for the same lengths, always.
 
     Long sequences go first, each into the first micro-batch that has room (first-fit decreasing).
 
     Args:
-        token_budget: tokens of a micro-batch at most, padding not counted.
-        at_least: as many micro-batches; large ones are then halved, and where there are fewer
+        token_budget: tokens of a micro-batch at most.
+        at_least: as many micro-batches; full ones are then halved, and where there are fewer
             sequences the rest is blank. For ranks that have to run equally many.
-        multiple: every micro-batch is padded to a multiple of so many tokens (sequence parallelism
-            cuts them over tp ranks).
 
     Raises:
         ValueError: for a sequence that is longer than the budget.
@@ -100,12 +103,23 @@ def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 
         fullest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
         bins.remove(fullest)
         bins += [fullest[::2], fullest[1::2]]
-    bins = sorted(sorted(b) for b in bins)
-    found = []
-    for chosen in bins:
-        part = experience.select(chosen)
-        found.append(MicroBatch(tuple(chosen), part, -part.num_tokens % multiple))
-    return found + [MicroBatch((), None, multiple)] * (at_least - len(found))
+    found = [MicroBatch(tuple(chosen), experience.select(chosen))
+             for chosen in sorted(sorted(b) for b in bins)]
+    return found + [MicroBatch((), None)] * (at_least - len(found))
+
+
+def micro_batches_in_step(experience: Experience, token_budget: int, spread: Spread
+                          ) -> list[MicroBatch]:
+    """`micro_batches`, as many on every data-parallel rank, which all call: where parameters are
+    sharded over them, each forward and backward is everybody's.
+
+    Args:
+        experience: this rank's; the ranks of tensor and pipeline axes have the same.
+    """
+    parts = micro_batches(experience, token_budget)
+    count = torch.tensor([len(parts)], device=spread.mesh.device_type)
+    most = int(all_reduce_max(count, spread.mesh.axis("dp")))
+    return parts if most == len(parts) else micro_batches(experience, token_budget, at_least=most)
 
 
 @dataclass(frozen=True)
@@ -123,33 +137,41 @@ class Scores:
 
 
 @torch.no_grad()
-def score(forward: Callable[..., Any], experience: Experience, *, token_budget: int,
-          temperature: float = 1.0, with_entropy: bool = False, multiple: int = 1,
-          in_step: Axis | None = None, device: torch.device | str = "cpu") -> Scores:
-    """Log-probabilities of all actions, without gradients.
+def score(spread: Spread, experience: Experience, *, token_budget: int, temperature: float = 1.0,
+          with_entropy: bool = False) -> Scores:
+    """Log-probabilities of all actions, without gradients, on every rank that has the experience;
+    all ranks of the mesh call.
 
     Args:
-        forward: `TokenLogprobs.forward` (`Spread.forward`).
-        token_budget, multiple: as in `micro_batches`.
+        experience: as in `micro_batches_in_step`.
         temperature: that the actions were sampled at.
-        in_step: the ranks that have to call ``forward`` equally often, though their experiences
-            differ (where parameters are sharded over them: ``dp_cp``).
 
     Raises:
-        ValueError: as `micro_batches` and the forward do.
+        ValueError: as `micro_batches` and the forward do, and under context parallelism, whose
+            ranks have parts of sequences.
     """
-    parts = micro_batches(experience, token_budget, multiple=multiple)
-    if in_step is not None and in_step.size > 1:
-        most = all_reduce_max(torch.tensor([len(parts)], device=device), in_step)
-        parts = micro_batches(experience, token_budget, at_least=int(most), multiple=multiple)
-    found = [torch.full((experience.num_tokens,), torch.nan) for _ in range(1 + with_entropy)]
+    mesh = spread.mesh
+    if mesh.layout.cp > 1:
+        raise ValueError(f"An experience cannot be scored with cp = {mesh.layout.cp} yet, since "
+                         "the rows of a sequence are then on several ranks; set cp to 1.")
+    device = torch.device(mesh.device_type)
+    parts = micro_batches_in_step(experience, token_budget, spread)
+    rows = [local_rows(spread, part, device) for part in parts]
+
+    def scored(forward: Callable[..., Tensor], k: int) -> Tensor:
+        batch, targets_T = rows[k]
+        found = forward(batch, targets_T, temperature=temperature, with_entropy=with_entropy)
+        return torch.stack(found if with_entropy else (found,))
+
+    whole_NT = torch.full((1 + with_entropy, experience.num_tokens), torch.nan)
     cu = experience.cu_seqlens_S1.tolist()
-    for part in parts:
-        rows = forward(part.batch(device), part.targets_T(device), temperature=temperature,
-                       with_entropy=with_entropy)
-        if part.experience is None:
+    for part, found_NT in zip(parts, spread.forward_all([b for b, _ in rows], scored),
+                              strict=True):
+        if found_NT is None or part.experience is None:
             continue
         place_T = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in part.sequences])
-        for whole_T, rows_T in zip(found, rows if with_entropy else (rows,), strict=True):
-            whole_T[place_T] = part.at_actions(rows_T).cpu()
-    return Scores(found[0], found[1] if with_entropy else None)
+        whole_NT[:, place_T] = torch.stack([part.at_actions(row_T) for row_T in found_NT]).cpu()
+    if spread.pipeline is not None:  # the others learn it from the last stage's rank
+        last = spread.pipeline.placement[-1]
+        whole_NT = broadcast(whole_NT.to(device), mesh.axis("pp"), last).cpu()
+    return Scores(whole_NT[0], whole_NT[1] if with_entropy else None)

@@ -56,11 +56,11 @@ class TaskError(ValueError):
 class GymConfig:
     """Questions of a reasoning-gym dataset (extra ``rl``).
 
-    A dataset draws item i from a generator seeded with its seed + i, so two datasets whose seeds are
-    1 apart share all items but one. Here item i of a split has its candidates at seeds of its own:
-    the splits and all candidates have blocks of seeds that never meet. Different seeds may still
-    ask the same question; so a question's text decides its split, by a hash, and an item is the
-    first of its candidates that belongs to its split. No question is ever in both.
+    Almost every dataset draws item i from a generator seeded with its seed + i, so two of them
+    whose seeds are 1 apart share all items but one. Here the splits, and the candidates for an
+    item, have blocks of seeds that never meet. Different seeds may still ask the same question; so
+    a question's text decides its split, by a hash, and an item is the first of its candidates that
+    belongs to its split. No question is ever in both; within a split one may come twice.
 
     Attributes:
         dataset: its name in reasoning-gym.
@@ -213,8 +213,8 @@ class GymTask:
                         f"{self.config.dataset}/{self.split}/{index}")
 
     def settings(self, block: int) -> dict[str, Any]:
-        """The dataset's config for the candidates of rank `block`: train blocks at even multiples of
-        the stride, held-out ones at odd, each of at most a stride of seeds."""
+        """The dataset's config for candidates number `block`: train blocks at even multiples of the
+        stride, held-out ones at odd, each of at most a stride of seeds."""
         stride = max(self.config.size, self.config.held_out_size)
         place = 2 * block + (self.split == "held_out")
         return {**self.config.config, "size": len(self), "seed": self.config.seed + place * stride}

@@ -44,13 +44,22 @@ class Inputs:
     carried: Path | None
 
 
-def open_inputs(job: TrainJob) -> Inputs:
-    """Opens what a job names; tokenises data that is not in the cache yet.
+@dataclass(frozen=True)
+class Start:
+    """A model to start from. Attributes as of `Inputs`."""
+
+    spec: ModelSpec
+    source: ModelSource | None
+    tokenizer: Tokenizer
+    carried: Path | None
+
+
+def open_start(model: ModelConfig) -> Start:
+    """Opens a model and its tokenizer.
 
     Raises:
         ValueError: for anything that is not there, cannot be read or does not fit together.
     """
-    model = job.model
     source = None if model.path is None else open_model(resolve(model.path))
     tokenizer = _tokenizer(model, source)
     spec = _new_spec(model, tokenizer) if source is None else source.spec
@@ -58,14 +67,27 @@ def open_inputs(job: TrainJob) -> Inputs:
         raise ValueError(f"The tokenizer has {tokenizer.vocab_size} tokens but the model only "
                          f"{spec.vocab_size}; take the model's own tokenizer, or make vocab_size "
                          "larger.")
+    carried = source.folder if source is not None and source.kind == "hf" else None
+    return Start(spec, source, tokenizer, carried)
+
+
+def open_inputs(job: TrainJob) -> Inputs:
+    """Opens what a job names; tokenises data that is not in the cache yet.
+
+    Raises:
+        ValueError: for anything that is not there, cannot be read or does not fit together.
+    """
+    start = open_start(job.model)
+    spec = start.spec
     if job.data.seq_len > spec.max_positions:
         raise ValueError(f"data.seq_len is {job.data.seq_len}, but this model takes at most "
                          f"{spec.max_positions} tokens; make it smaller.")
     job.layout.check(job.layout.world, spec)
     split_model(spec, job.layout.tp)
+    job.pipeline.layers_of(spec, job.layout.pp)
     _check_machine(job)
-    carried = source.folder if source is not None and source.kind == "hf" else None
-    return Inputs(spec, source, tokenizer, open_data(job.data, tokenizer), carried)
+    return Inputs(spec, start.source, start.tokenizer, open_data(job.data, start.tokenizer),
+                  start.carried)
 
 
 def device_type(job: TrainJob) -> str:

@@ -96,20 +96,39 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
         return token_loss(forward, *rows[k], 1.0 / valid)
 
     own_loss = spread.backward_all([batch for batch, _ in rows], loss, phase)
+    loss_value, norm = update(spread, optimizer, own_loss, factor=factor, max_norm=max_norm,
+                              phase=phase)
+    return StepResult(loss_value, norm, valid, tokens)
+
+
+def update(spread: Spread, optimizer: Optimizer, own_loss: Tensor, *, factor: float,
+           max_norm: float | None, phase: Phase) -> tuple[float, float]:
+    """What follows the backward passes of a step: sums over ranks, clipping, the optimizer.
+
+    Args:
+        own_loss: float64, this rank's part of the loss.
+
+    Returns:
+        (loss, norm of the gradient before clipping), the same on all ranks.
+
+    Raises:
+        NotFinite: as `train_step`.
+    """
+    mesh = spread.mesh
     with phase("reduce"):
         spread.finish()
-        loss_value = float(_summed(own_loss.clone(), mesh.axis("pp_dp_cp")))
+        loss = float(_summed(own_loss.clone(), mesh.axis("pp_dp_cp")))
     with phase("optimizer"):
         norm = gradient_norm(spread.held, mesh.axis("world"))
-        if not (math.isfinite(loss_value) and math.isfinite(norm)):
-            message = _not_finite(spread, loss_value, norm, float(own_loss))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            message = _not_finite(spread, loss, norm, float(own_loss))
             spread.updated()  # drops the gradients
             raise NotFinite(message)
         if max_norm is not None:
             clip_gradients(spread.held, norm, max_norm)
         optimizer.step(factor)
         spread.updated()
-    return StepResult(loss_value, norm, valid, tokens)
+    return loss, norm
 
 
 def local_rows(spread: Spread, micro_batch: MicroBatch, device: torch.device

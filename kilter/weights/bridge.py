@@ -19,7 +19,7 @@ import torch
 from kilter.models.spec import ModelSpec
 from kilter.weights.decoder import decoder_mappings, hugging_face
 from kilter.weights.errors import WeightsError, raise_all
-from kilter.weights.families import FAMILIES, Family, gemma3
+from kilter.weights.families import FAMILIES, REWARD_FAMILIES, Family, gemma3
 from kilter.weights.gguf import GGUFFile
 from kilter.weights.gguf_model import ROPE_FREQS, gguf_names_of, gguf_spec
 from kilter.weights.gguf_quants import SUPPORTED
@@ -90,6 +90,11 @@ class ModelSource:
     notes: tuple[str, ...]
     store: TensorStore = field(repr=False)
     maps: dict[str, ParameterMap] = field(repr=False)
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it is a reward model: it has ``value.weight`` in the place of an output head."""
+        return "value.weight" in self.maps
 
     def names(self) -> list[str]:
         """Our parameter names, in the order of the computation."""
@@ -182,10 +187,14 @@ class ModelSource:
             self.kind == "hf" and _multimodal(self.store) and name.startswith(_VISION_PREFIXES))
 
 
-def open_model(path: str | Path) -> ModelSource:
+def open_model(path: str | Path, *, reward: bool = False) -> ModelSource:
     """Opens a model folder (config.json and safetensors), a GGUF file, or a folder with one.
 
     Headers are read and everything is checked (`ModelSource.check`); weights are not loaded.
+
+    Args:
+        reward: take reward models too (``…ForSequenceClassification`` with one label), which have
+            a value head and write no text.
 
     Raises:
         WeightsError: no model there, an unknown architecture, an unsupported config, damaged or
@@ -195,7 +204,7 @@ def open_model(path: str | Path) -> ModelSource:
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file() or has_safetensors(path):
-            source = _open_folder(path)
+            source = _open_folder(path, reward)
         elif len(ggufs) == 1:
             source = _open_gguf(path, ggufs[0])
         elif ggufs:
@@ -215,7 +224,7 @@ def open_model(path: str | Path) -> ModelSource:
     return source
 
 
-def _open_folder(folder: Path) -> ModelSource:
+def _open_folder(folder: Path, reward: bool) -> ModelSource:
     config = _json(folder / "config.json")
     architectures = config.get("architectures")
     supported = f"{', '.join(FAMILIES)} and the text half of {gemma3.MULTIMODAL}"
@@ -224,14 +233,20 @@ def _open_folder(folder: Path) -> ModelSource:
                            f"Kilter needs exactly one. It supports {supported}.")
     (architecture,) = architectures
     multimodal = architecture == gemma3.MULTIMODAL
-    family = FAMILIES.get(gemma3.ARCHITECTURE if multimodal else architecture)
+    is_reward = architecture in REWARD_FAMILIES
+    if is_reward and not reward:
+        raise WeightsError(f"{folder} holds a reward model ({architecture}), which scores texts and "
+                           "writes none. Training takes it with kind = \"reward\"; elsewhere name "
+                           "a language model.")
+    family = REWARD_FAMILIES[architecture] if is_reward else FAMILIES.get(
+        gemma3.ARCHITECTURE if multimodal else architecture)
     if family is None:
         raise WeightsError(f"{folder / 'config.json'} names the architecture {architecture}, which "
                            f"Kilter does not know. It supports {supported}.")
     raw = gemma3.text_config(config) if multimodal else config
     spec = family.to_spec(raw)
     store = SafetensorsFolder(folder)
-    names = hugging_face(spec)
+    names = hugging_face(spec, head="score" if is_reward else "lm_head")
     notes: list[str] = []
     if multimodal:
         # Two spellings: language_model.model.* of transformers 4, model.language_model.* of 5.
@@ -249,7 +264,7 @@ def _open_folder(folder: Path) -> ModelSource:
     eos = _token_ids(generation.get("eos_token_id"), "generation_config.json") or _token_ids(
         raw.get("eos_token_id", config.get("eos_token_id")), "config.json")
     return ModelSource(folder, folder, "hf", spec, family, raw, eos, tuple(notes), store,
-                       {m.name: m for m in decoder_mappings(spec, names)})
+                       {m.name: m for m in decoder_mappings(spec, names, is_reward)})
 
 
 def _open_gguf(path: Path, file: Path) -> ModelSource:

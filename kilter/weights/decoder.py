@@ -77,17 +77,20 @@ def gguf(spec: ModelSpec, interleaved_qk: bool) -> Names:
         interleaved_qk=interleaved_qk, norms_plus_one=spec.norm_zero_centred)
 
 
-def decoder_mappings(spec: ModelSpec, names: Names) -> list[ParameterMap]:
-    """A mapping for every parameter of ``Decoder(spec)``, in the order of the computation."""
+def decoder_mappings(spec: ModelSpec, names: Names, reward: bool = False) -> list[ParameterMap]:
+    """A mapping for every parameter of ``Decoder(spec)``, in the order of the computation; of a
+    reward model, which has ``value.weight`` [1, D] under the head's name."""
     table = (spec.vocab_size, spec.hidden_size)
     embed, head = names.embed + ".weight", names.head + ".weight"
     maps: list[ParameterMap] = [
-        TiedHead("embed.weight", embed, head, table) if spec.tied_head
+        TiedHead("embed.weight", embed, head, table) if spec.tied_head and not reward
         else Rename("embed.weight", embed, table)]
     for i in range(spec.num_layers):
         maps += _layer_mappings(spec, names, i)
     maps.append(_norm(names)("norm.weight", names.norm + ".weight", (spec.hidden_size,)))
-    if not spec.tied_head:
+    if reward:
+        maps.append(Rename("value.weight", head, (1, spec.hidden_size)))
+    elif not spec.tied_head:
         maps.append(Rename("head.weight", head, table))
     return maps
 

@@ -44,7 +44,8 @@ class State:
 
     Attributes:
         spec: the model.
-        tensors: our parameter names to weights.
+        tensors: our parameter names to weights; ``value.weight`` among them makes it a reward
+            model.
         folder: a Hugging Face folder whose tokenizer and generation files go along, if any.
         config: a config.json to carry over instead of one composed from `spec`.
     """
@@ -53,6 +54,10 @@ class State:
     tensors: Mapping[str, Weight]
     folder: Path | None = None
     config: Mapping[str, Any] | None = None
+
+    @property
+    def is_reward(self) -> bool:
+        return "value.weight" in self.tensors
 
 
 def export_hf(source: ModelSource | State, dst: str | Path, *, dtype: torch.dtype | None = None,
@@ -117,7 +122,8 @@ class _Parameter:
 
 def _parameters(source: ModelSource | State, dtype: torch.dtype | None) -> list[_Parameter]:
     """What to write, in order. Names and dtypes of a Hugging Face source stay as they are."""
-    maps = {m.name: m for m in decoder_mappings(source.spec, hugging_face(source.spec))}
+    names = hugging_face(source.spec, head="score" if source.is_reward else "lm_head")
+    maps = {m.name: m for m in decoder_mappings(source.spec, names, source.is_reward)}
     if isinstance(source, State):
         wrong = [*(f"{name} is missing" for name in maps if name not in source.tensors),
                  *(f"{name} is unexpected" for name in source.tensors if name not in maps),
@@ -229,7 +235,10 @@ def _config(source: ModelSource | State, parameters: list[_Parameter],
     if dtype is not None:
         spelling = "dtype" if "dtype" in config else "torch_dtype"
         config[spelling] = str(dtype).removeprefix("torch.")
-    return {**config, "architectures": [family.architecture], "model_type": family.model_type}
+    if source.is_reward:  # a classifier with one label
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    architecture = family.reward if source.is_reward else family.architecture
+    return {**config, "architectures": [architecture], "model_type": family.model_type}
 
 
 def _token_ids(source: ModelSource) -> dict[str, Any]:

@@ -231,6 +231,7 @@ ADAPTED = config(lora=LoraConfig(rank=4, dora=True))
     (Layout(dp=2, tp=2, zero=3), 4, BF16, 1.0),
     (Layout(dp=2, tp=2, zero=3), 2, FP32, 0.6),
     (Layout(dp=4, tp=2, zero=3), 2, FP32, 1.0),
+    (Layout(pp=2, dp=2), 2, BF16, 0.6),
     (Layout(dp=2, tp=2, zero=1, sequence_parallel=False), 1, ADAPTED, 0.6),
 ], ids=lambda v: str(v) if isinstance(v, Layout | int | float) else
     "lora" if v.lora else v.precision)
@@ -247,6 +248,13 @@ def test_any_layout_of_either(ranks: RankPool, layout: Layout, tp: int, settings
 
 
 # ---- the real model ----
+
+def test_context_parallel_trainers_are_refused() -> None:
+    spread = trainer()
+    spread.mesh.layout = Layout(cp=2)
+    with pytest.raises(ValueError, match="cp = 2 yet"):
+        compared(sixty_four(1.0), spread)
+
 
 def test_the_real_model(smollm2: Path) -> None:
     source = open_model(smollm2)
@@ -302,17 +310,16 @@ def test_agreement_by_hand() -> None:
 def test_micro_batches_hold_every_sequence_once() -> None:
     experience = Experience.of(sixty_four(1.0))
     lengths = experience.lengths
-    for budget, at_least, multiple in ((int(lengths.max()), 1, 1), (100, 1, 4), (100, 40, 1),
-                                       (5000, 70, 8)):
-        found = micro_batches(experience, budget, at_least=at_least, multiple=multiple)
+    for budget, at_least in ((int(lengths.max()), 1), (100, 1), (100, 40), (5000, 70)):
+        found = micro_batches(experience, budget, at_least=at_least)
         assert sorted(i for m in found for i in m.sequences) == list(range(64))
         assert len(found) >= at_least
         for m in found:
             assert int(lengths[list(m.sequences)].sum()) <= budget
-            assert m.num_tokens % multiple == 0 and m.num_tokens == m.batch().num_tokens
-            assert m.targets_T().shape == (m.num_tokens,)
-        blanks = [m for m in found if m.experience is None]
-        assert len(blanks) == max(0, at_least - 64)
+            assert m.num_tokens == m.batch().num_tokens == len(m.targets_T)
+            assert m.valid == int((m.targets_T >= 0).sum())
+        blank = [m for m in found if m.experience is None]
+        assert len(blank) == max(0, at_least - 64)
     lower = -(-int(lengths.sum()) // 100)
     assert len(micro_batches(experience, 100)) <= lower * 1.5
     with pytest.raises(ValueError, match="never split"):
@@ -325,8 +332,7 @@ def blanks(layout: Layout) -> bool:
     rollouts = on_one(FP32, 1.0)
     share = rollouts[:1] if dist.get_rank() == 0 else rollouts[1:]
     experience = Experience.of(share)
-    scores = score(spread.forward, experience, token_budget=CONTEXT, with_entropy=True,
-                   in_step=spread.mesh.axis("dp_cp"))
+    scores = score(spread, experience, token_budget=CONTEXT, with_entropy=True)
     assert scores.entropy_T is not None
     inside = experience.is_action_T
     assert bool((scores.entropy_T[inside] > 0).all() and scores.entropy_T[~inside].isnan().all())

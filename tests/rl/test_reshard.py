@@ -10,7 +10,7 @@ import gc
 import itertools
 import json
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +53,12 @@ def three() -> ModelSpec:
     return ModelSpec("LlamaForCausalLM", 200, 24, 48, 9, 3, 8, (LayerSpec(RopeSpec()),) * 2, 64)
 
 
-SPECS = {"tied": tiny(True), "untied": tiny(False), "everything": everything(), "three": three()}
+def short(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, layers=spec.layers[:2])
+
+
+SPECS = {"tied": short(tiny(True)), "untied": short(tiny(False)),
+         "everything": short(everything()), "three": three()}
 
 
 def meta(spec: ModelSpec, lora: LoraConfig | None = None) -> Decoder:
@@ -168,13 +173,13 @@ PAIRS: list[tuple[str, Layout, list[tuple[int, torch.dtype, bool]]]] = [
     ("untied", Layout(dp=4, zero=2), [(4, *F)]),
     ("tied", Layout(dp=2, zero=3), [(1, *F), (2, *F), (2, *B)]),
     ("untied", Layout(dp=4, zero=3), [(1, *B), (2, *F), (4, *F), (2, F32, True)]),
-    ("everything", Layout(dp=8, zero=3), [(1, *F), (2, *B), (4, *F), (4, BF16, True)]),
+    ("everything", Layout(dp=8, zero=3), [(1, *F), (4, BF16, True)]),
     ("everything", Layout(dp=4, replicate=2, zero=3), [(1, *F), (4, *F), (2, F32, True)]),
     ("untied", Layout(dp=4, replicate=2, zero=2), [(2, *F)]),
     ("untied", Layout(tp=2), [(1, *F), (2, *F)]),
     ("tied", Layout(tp=4), [(1, *F), (2, *B), (2, F32, True), (4, *F)]),
     ("everything", Layout(dp=2, tp=2, zero=3), [(1, *F), (2, *F), (4, *B)]),
-    ("untied", Layout(dp=2, tp=4, zero=3), [(1, *B), (2, *F), (2, F32, True), (4, *F)]),
+    ("untied", Layout(dp=2, tp=4, zero=3), [(1, *B), (2, F32, True)]),
     ("three", Layout(dp=3, zero=3), [(1, *F), (3, *F)]),
     ("three", Layout(dp=2, tp=3, zero=3), [(1, *F), (2, *F), (3, *B)]),
 ]
@@ -204,7 +209,7 @@ def test_rollout_parts_are_cuts_of_the_whole(
                 assert torch.equal(found.tensors[name], cut.to(formats[name])), (rank, name)
             assert found.sent == plan.sent_bytes(rank)
             assert found.received == plan.received_bytes(rank) == missing_bytes(plan, rank)
-            assert found.peak <= largest
+            assert found.peak == plan.peak_bytes(rank) <= largest
             assert found.report.version == 7
             assert found.report.changed == found.report.tensors == len(whole)
         everything_else = full_gather(plan.held, formats)
@@ -570,13 +575,21 @@ def test_the_best_assignment(data: st.DataObject, degree: int, size: int) -> Non
     world = degree * size
     gain = data.draw(st.lists(st.lists(st.integers(0, 9), min_size=degree, max_size=degree),
                               min_size=world, max_size=world))
-    found = _assign(gain, size)
-    assert sorted(r for ranks in found for r in ranks) == list(range(world))
-    assert {len(ranks) for ranks in found} == {size}
+    found = _assign(gain)
+    assert sorted(rank for group in found for rank in group) == list(range(world))
+    assert all(list(group) == sorted(group) and len(group) == degree for group in found)
     places = [part for part in range(degree) for _ in range(size)]
     best = max(sum(gain[rank][part] for rank, part in enumerate(p))
-               for p in itertools.permutations(places))
-    assert sum(gain[rank][part] for part, ranks in enumerate(found) for rank in ranks) == best
+               for p in set(itertools.permutations(places)) if in_order(p, degree))
+    assert sum(gain[rank][part] for group in found for part, rank in enumerate(group)) == best
+
+
+def in_order(parts: tuple[int, ...], degree: int) -> bool:
+    """Whether ranks with these parts can make groups whose parts are in the order of ranks."""
+    by_part = [[rank for rank, p in enumerate(parts) if p == part] for part in range(degree)]
+    return any(all(a < b for line in zip(*choice, strict=True)
+                   for a, b in itertools.pairwise(line))
+               for choice in itertools.product(*map(itertools.permutations, by_part)))
 
 
 def test_groups() -> None:
@@ -588,9 +601,9 @@ def test_groups() -> None:
     assert nested_groups(trainer_shards(model, Layout(dp=4)), parts) == consecutive_groups(4, 2)
     with pytest.raises(ValueError, match="3 does not divide the 4 ranks; it may be 1, 2, 4"):
         consecutive_groups(4, 3)
+    # Both ranks would stay as they are with the parts the other way round.
     turned = [{"w": Shard.of((4,), [Box((2 - 2 * rank,), (2,))])} for rank in range(2)]
-    with pytest.raises(ValueError, match="use consecutive groups"):
-        nested_groups(turned, turned[::-1])
+    assert nested_groups(turned, turned[::-1]) == ((0, 1),)
     with pytest.raises(ValueError, match="must hold every rank once, 2 ranks each"):
         rollout_needs(parts, ((0, 1), (1, 2)))
 

@@ -3,6 +3,7 @@ temperature and entropy that the trainer scores them with."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kilter.mesh.layout import Layout
 from kilter.models.batch import Batch
+from kilter.models.decoder import Decoder
 from kilter.ops.head import head_logprobs, head_loss
 from kilter.ops.linear import linear
 from kilter.ops.logprob import tempered, token_logprobs
@@ -68,7 +70,7 @@ def test_seeds_are_apart() -> None:
              for i in range(30) for k in range(4)}
     assert len(seeds) == 4 * 4 * 30 * 4
     assert sample_seed(1, 1, "1/0") != sample_seed(11, 1, "/0")
-    assert 0 <= min(seeds) and max(seeds) < 2**64
+    assert min(seeds) >= 0 and max(seeds) < 2**64
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.6, 1.0, 1.5])
@@ -88,14 +90,14 @@ def test_log_probabilities_are_of_the_tempered_distribution(temperature: float) 
 
 
 def test_tokens_come_as_often_as_they_are_likely() -> None:
-    """4000 first tokens at a temperature: the chi-square statistic of the likeliest dozen."""
+    """1500 first tokens at a temperature: the chi-square statistic of the likeliest dozen."""
     params = dataclasses.replace(PARAMS, max_tokens=1, temperature=0.6)
     rollouts = rollout_engine(config(scheduler={"max_running": 512})).generate(
-        [Prompt([9, 8, 7], 0, "p", 4000)], params, seed=0, step=0)
+        [Prompt([9, 8, 7], 0, "p", 1500)], params, seed=0, step=0)
     chances = {r.tokens[-1]: math.exp(r.logprobs[-1]) for r in rollouts}
     statistic = 0.0
     for token in sorted(chances, key=lambda t: -chances[t])[:12]:
-        expected = 4000 * chances[token]
+        expected = 1500 * chances[token]
         count = sum(r.tokens[-1] == token for r in rollouts)
         statistic += (count - expected) ** 2 / expected
     assert statistic < 33  # 12 degrees of freedom: one run in a thousand, and the seed is fixed
@@ -222,7 +224,7 @@ def test_sleep_gives_the_cache_back_and_wake_takes_it_again() -> None:
     made = spec()
     assert held == 4096 * made.kv_elements_per_token * 4
     expected = by_id(engine.generate(prompts(6), PARAMS, seed=0, step=0))
-    for _ in range(20):
+    for _ in range(4):
         pool = engine._executor.pool
         engine.sleep()
         assert engine.kv_bytes == 0 and not pool.keys
@@ -249,10 +251,10 @@ def test_what_update_refuses() -> None:
     engine = RolloutEngine(spec(), tokenizer(), config())
     with pytest.raises(RuntimeError, match="not complete"):
         engine.generate(prompts(1), PARAMS, seed=0, step=0)
-    with pytest.raises(ValueError, match=r"22 parameters|no weights yet"):
+    with pytest.raises(ValueError, match="no weights yet"):
         engine.update([{"norm.weight": torch.ones(32)}], 0)
     engine = rollout_engine()
-    for part, message in (({"head.weight": torch.ones(VOCAB, 32)}, "is not a parameter"),
+    for part, message in (({"nobody.weight": torch.ones(VOCAB, 32)}, "is not a parameter"),
                           ({"norm.weight": torch.ones(31)}, r"\[31\].*\[32\]"),
                           ({"norm.weight": torch.ones(32).bfloat16()}, "in float32"),
                           ({"embed.weight": torch.ones(VOCAB, 32).bfloat16()}, "in float32")):
@@ -368,14 +370,19 @@ def scored(layout: Layout, temperature: float) -> dict[str, Tensor]:
     targets_T = batch.tokens_T.roll(-1)
     targets_T[::5] = -100
     weights_2T = torch.rand(2, len(targets_T), generator=torch.Generator().manual_seed(0))
-    logprobs_T, entropy_T = spread.forward(batch, targets_T, temperature=temperature,
-                                           with_entropy=True)
-    spread.begin(last=True)
+    found: dict[str, Tensor] = {}
     # Every data-parallel rank does the same work; gradients are sums over them.
     share = 1 / spread.mesh.axis("dp").size
-    (share * (weights_2T[0] * logprobs_T + weights_2T[1] * entropy_T).sum()).backward()
+
+    def loss(forward: Any, k: int) -> Tensor:
+        logprobs_T, entropy_T = forward(batch, targets_T, temperature=temperature,
+                                        with_entropy=True)
+        found.update(logprobs=logprobs_T.detach(), entropy=entropy_T.detach())
+        total: Tensor = share * (weights_2T[0] * logprobs_T + weights_2T[1] * entropy_T).sum()
+        return total
+
+    spread.backward_all([batch], loss, lambda _: contextlib.nullcontext())
     spread.finish()
-    found = {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach()}
     with torch.no_grad():
         plain_T = spread.forward(batch, targets_T, temperature=temperature)
         assert torch.equal(plain_T, found["logprobs"])
@@ -390,19 +397,22 @@ def scored(layout: Layout, temperature: float) -> dict[str, Tensor]:
 
 def dense(temperature: float) -> dict[str, Tensor]:
     """The same by torch's own functions on the logits."""
-    spread = trainer()
+    model = Decoder(spec())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(whole(spec(), 0)[name])
     sequences = [p.ids for p in prompts(6)]
     batch = Batch.of([*sequences, [0] * (-sum(map(len, sequences)) % 8 or 8)])
     targets_T = batch.tokens_T.roll(-1)
     targets_T[::5] = -100
     weights_2T = torch.rand(2, len(targets_T), generator=torch.Generator().manual_seed(0))
-    logs_TV = (spread.model(batch).double() / temperature).log_softmax(-1)
+    logs_TV = (model(batch).double() / temperature).log_softmax(-1)
     kept_T = targets_T >= 0
     logprobs_T = logs_TV.gather(1, targets_T.clamp(min=0)[:, None])[:, 0] * kept_T
     entropy_T = -(logs_TV.exp() * logs_TV).sum(-1) * kept_T
     (weights_2T[0] * logprobs_T + weights_2T[1] * entropy_T).sum().backward()
     return {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach(),
-            **{name: p.grad for name, p in spread.model.named_parameters() if p.grad is not None}}
+            **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
 @pytest.mark.parametrize(("layout", "temperature"), [

@@ -114,8 +114,5 @@ def compared(rollouts: Sequence[Rollout], spread: Spread, *, temperature: float 
              budget: int = 200, version: int | None = None) -> Agreement:
     """The gate, between rollouts and a trainer."""
     experience = Experience.of(rollouts)
-    layout = spread.mesh.layout
-    scores = score(spread.forward, experience, token_budget=budget, temperature=temperature,
-                   multiple=layout.tp if layout.sequence_parallel else 1,
-                   in_step=spread.mesh.axis("dp_cp"))
+    scores = score(spread, experience, token_budget=budget, temperature=temperature)
     return agreement(experience, scores.logprobs_T, version=version)

@@ -1,9 +1,9 @@
 """All-gather attention: every rank gets all keys and values and attends from its own query rows.
 
-For a causal mask the forward pass is the exact op over a paged cache: the gathered keys lie in pages
-of their documents, and every run of neighbouring query rows is a sequence with so much context. A
-row of that op depends on nothing but its keys in their order, so the bits are one device's under any
-placement. With spans it is `kilter.ops.band_attention`, equal within rounding.
+For a causal mask the forward pass is the exact op over a paged cache: the gathered keys lie in
+pages of their documents, and every run of neighbouring query rows is a sequence with so much
+context. A row of that op depends on nothing but its keys in their order, so the bits are one
+device's under any placement. With spans it is `kilter.ops.band_attention`, equal within rounding.
 
 Backward gathers keys and values again rather than keep them, and each rank gets the sum of its own
 keys' gradients by a reduce-scatter in the tree over ranks.

@@ -46,7 +46,8 @@ class Mask:
     def __post_init__(self) -> None:
         problems = []
         if len(self.bounds) < 1 or self.bounds[0] != 0 or (np.diff(self.bounds) < 0).any():
-            problems.append(f"documents start at {self.bounds.tolist()}, which does not rise from 0")
+            problems.append(f"documents start at {self.bounds.tolist()}, which does not rise "
+                            "from 0")
         elif len(self.spans):
             first, end = self.spans.T
             document = np.searchsorted(self.bounds, first, side="right")
@@ -154,7 +155,7 @@ class Mask:
             return None
         q_first = (queries[:, 1].cumsum() - queries[:, 1])[q_strip]
         k_first = (keys[:, 1].cumsum() - keys[:, 1])[k_strip]
-        local = np.stack([q_first + a0, q_first + a1, k_first + b0, k_first + b1, low, high], axis=1)
+        local = np.stack([q_first + a0, q_first + a1, k_first + b0, k_first + b1, low, high], 1)
         return Bands(torch.from_numpy(local[seen]))
 
 

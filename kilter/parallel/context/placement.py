@@ -121,8 +121,8 @@ class Placement:
             ValueError: if x has not T rows.
         """
         if x_T.shape[0] != self.tokens:
-            raise ValueError(f"The pack has {self.tokens} rows, but {x_T.shape[0]} were given; give "
-                             "one per token of the whole pack.")
+            raise ValueError(f"The pack has {self.tokens} rows, but {x_T.shape[0]} were given; "
+                             "give one per token of the whole pack.")
         rows = torch.from_numpy(self.rows(rank)).to(x_T.device)
         real = rows < self.tokens
         if not self.pads or bool(real.all()):

@@ -163,16 +163,16 @@ def wire_bytes(method: Method, tokens: int, kv_heads: int, heads: int, head_dim:
     Of a ring over contiguous rows, where ranks differ, the average, rounded down.
 
     Args:
-        kv_bytes: of an element of keys and values; all else travels in four.
+        kv_bytes: of an element of keys and values; all else, their gradients too, has four.
     """
     if n == 1:
         return Sent(0, 0)
     rows = tokens // n
     if method == "ulysses":
         copies = kv_copies(heads, kv_heads, n)
-        heads_away = rows * head_dim * (n - 1) // n
-        once = heads_away * (2 * heads * 4 + 2 * copies * kv_heads * kv_bytes)
-        return Sent(once, once)
+        away = rows * head_dim * (n - 1)  # elements of one head's rows, to all the others
+        q_and_out, kv_heads = 2 * heads // n, 2 * copies * kv_heads // n
+        return Sent(away * (4 * q_and_out + kv_bytes * kv_heads), away * 4 * (q_and_out + kv_heads))
     kv = rows * 2 * kv_heads * head_dim  # elements of a rank's keys and values
     if method == "all_gather":
         gathered = collective_bytes("all_gather", n * kv * kv_bytes, n)

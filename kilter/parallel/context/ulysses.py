@@ -1,6 +1,6 @@
 """Ulysses attention (arXiv 2309.14509): all tokens of some heads in place of some tokens of all.
 
-    q  [T/n, H, d] ──all-to-all──▶ [T, H/n, d] ─▶ attention ─▶ [T, H/n, d] ──all-to-all──▶ [T/n, H, d]
+    q [T/n, H, d] ─all-to-all─▶ [T, H/n, d] ─▶ attention ─▶ [T, H/n, d] ─all-to-all─▶ [T/n, H, d]
 
 Each rank then runs the model's own attention op over whole sequences, so the bits are one device's.
 Rows are contiguous runs of the pack: what the ranks send is then in order when it arrives, and the
@@ -51,29 +51,14 @@ class UlyssesAttention:
 
     def __call__(self, ops: Ops, q_THd: Tensor, keys_TGd: Tensor, values_TGd: Tensor, *,
                  scale: float, window: int | None) -> Tensor:
-        n, heads, groups = self._axis.size, q_THd.shape[1], keys_TGd.shape[1]
-        copies = kv_copies(heads, groups, n)
-        q_THd = self._to_heads(q_THd)
-        kv = torch.stack([keys_TGd, values_TGd], dim=2)  # [T, G, 2, d]
-        if copies > 1:
-            kv = kv[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
-        keys, values = (x.contiguous() for x in self._to_heads(kv).unbind(2))
-        out_THd = ops.attention(q_THd, keys, values, self._cu_S1, scale=scale, window=window,
-                                max_seqlen=self._longest)
-        return self._to_rows(out_THd)
-
-    def _to_heads(self, x: Tensor) -> Tensor:
-        """[own rows, n · h, …] to [all rows, h, …]."""
-        n, own = self._axis.size, self._sizes[self._axis.index]
-        by_rank = x.unflatten(1, (n, -1)).transpose(0, 1).flatten(0, 1)
-        out: Tensor = _AllToAll.apply(by_rank, self._axis, [own] * n, self._sizes)
-        return out
-
-    def _to_rows(self, x: Tensor) -> Tensor:
-        """[all rows, h, …] to [own rows, n · h, …]."""
-        n, own = self._axis.size, self._sizes[self._axis.index]
-        by_rank: Tensor = _AllToAll.apply(x, self._axis, self._sizes, [own] * n)
-        return by_rank.unflatten(0, (n, own)).transpose(0, 1).flatten(1, 2)
+        copies = kv_copies(q_THd.shape[1], keys_TGd.shape[1], self._axis.size)
+        keys, values = _KeysToHeads.apply(keys_TGd, values_TGd, self._axis, self._sizes, copies,
+                                          q_THd.dtype)
+        out_THd = ops.attention(
+            _ToHeads.apply(q_THd, self._axis, self._sizes), keys, values, self._cu_S1, scale=scale,
+            window=window, max_seqlen=self._longest)
+        mine_THd: Tensor = _ToRows.apply(out_THd, self._axis, self._sizes)
+        return mine_THd
 
 
 def kv_copies(heads: int, groups: int, ranks: int) -> int:
@@ -91,13 +76,55 @@ def kv_copies(heads: int, groups: int, ranks: int) -> int:
     return per // math.gcd(per, heads // ranks)
 
 
-class _AllToAll(torch.autograd.Function):
+class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, send: Sequence[int],
-                receive: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return all_to_all_rows(x, axis, send, receive)
+    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sizes = axis, sizes
+        return _to_heads(x, axis, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_to_all_rows(grads[0], ctx.axis, ctx.receive, ctx.send), None, None, None
+        return _to_rows(grads[0], ctx.axis, ctx.sizes), None, None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sizes = axis, sizes
+        return _to_rows(x, axis, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _to_heads(grads[0], ctx.axis, ctx.sizes), None, None
+
+
+class _KeysToHeads(torch.autograd.Function):
+    """Keys and values in one exchange. They travel as they are stored and are widened on arrival;
+    their gradients travel wide, and are rounded once the copies' are summed, as on one device."""
+
+    @staticmethod
+    def forward(ctx: Any, k_TGd: Tensor, v_TGd: Tensor, axis: Axis, sizes: Sequence[int],
+                copies: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.axis, ctx.sizes, ctx.copies, ctx.dtype = axis, sizes, copies, k_TGd.dtype
+        kv = torch.stack([k_TGd, v_TGd], dim=2).repeat_interleave(copies, dim=1)  # [T, G, 2, d]
+        keys, values = _to_heads(kv, axis, sizes).to(dtype).unbind(2)
+        return keys.contiguous(), values.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dkv = _to_rows(torch.stack(grads, dim=2), ctx.axis, ctx.sizes)
+        dk_TGd, dv_TGd = dkv.unflatten(1, (-1, ctx.copies)).sum(2).to(ctx.dtype).unbind(2)
+        return dk_TGd, dv_TGd, None, None, None, None
+
+
+def _to_heads(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """[own rows, n h, …] to [all rows, h, …]."""
+    by_rank = x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 1)
+    return all_to_all_rows(by_rank, axis, [sizes[axis.index]] * axis.size, sizes)
+
+
+def _to_rows(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """[all rows, h, …] to [own rows, n h, …], contiguous."""
+    own = sizes[axis.index]
+    by_rank = all_to_all_rows(x, axis, sizes, [own] * axis.size)
+    return by_rank.unflatten(0, (axis.size, own)).transpose(0, 1).flatten(1, 2).contiguous()

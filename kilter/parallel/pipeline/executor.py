@@ -22,10 +22,11 @@ from torch import Tensor
 
 from kilter.comm.axis import Axis
 from kilter.models.batch import Batch
+from kilter.models.spec import ModelSpec
 from kilter.parallel.data import DataParallel
 from kilter.parallel.pipeline.generators import make_schedule
 from kilter.parallel.pipeline.schedule import Action, Kind, Schedule
-from kilter.parallel.pipeline.stage import DeferredGrads, Recorded, Stage
+from kilter.parallel.pipeline.stage import DeferredGrads, Recorded, Stage, split_layers
 
 Phase = Callable[[str], AbstractContextManager[None]]
 Score = Callable[[Callable[..., Tensor], int], Tensor]
@@ -50,6 +51,14 @@ class PipelineConfig:
     def make(self, ranks: int, micro_batches: int) -> Schedule:
         """Raises ValueError for what cannot be."""
         return make_schedule(self.schedule, ranks, micro_batches, self.stages_per_rank)
+
+    def layers_of(self, spec: ModelSpec, ranks: int) -> tuple[Schedule, list[range]]:
+        """What the stages of so many ranks are: any schedule of theirs, for its placement, and
+        the layers of each. Raises ValueError for what cannot be."""
+        if ranks == 1:
+            return make_schedule("1f1b", 1, 1), [range(spec.num_layers)]
+        schedule = self.make(ranks, 2 * ranks)  # a number of micro-batches that all can take
+        return schedule, split_layers(spec, schedule.num_stages, self.layers)
 
 
 @dataclass(frozen=True)

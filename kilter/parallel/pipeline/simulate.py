@@ -180,7 +180,7 @@ FORMULAS: dict[str, Formula] = {
                            lambda p, m, f, i, w: (p - 1) * (f + i + w), "2104.04473, 2.2.2"),
     "zb-h1": Formula("(p − 1)·(F + I − W)", "m ≥ p, W ≤ F, W ≤ I",
                      lambda p, m, f, i, w: (p - 1) * (f + i - w), "2401.10241, 2.3"),
-    "zb-v": Formula("(p − 1)·F", "m ≥ 2p − 2, F = I = W",
+    "zb-v": Formula("(p − 1)·F", "m ≥ 2p − 1, F = I = W",
                     lambda p, m, f, i, w: (p - 1) * f, "2401.10241, 6"),
     # The report's own form, (p - 1)(F&B + B - 3W), takes a forward beside a backward for one block
     # whose results are there at its end. One after the other, as here, the forward's go out sooner.

@@ -25,8 +25,10 @@ from kilter.models.decoder import Decoder
 from kilter.models.linear import Embedding, Linear
 from kilter.models.norm import RMSNorm
 from kilter.models.spec import ModelSpec
+from kilter.models.value import ValueModel
 from kilter.ops.linear import defer_weight_grad, weight_grad
 from kilter.parallel.logprobs import TokenLogprobs
+from kilter.parallel.values import token_values
 
 # Of each use of a weight: the weight, the leaf that stood for it, and the products with that.
 Recorded = list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]]
@@ -36,7 +38,7 @@ TIED = "embed.weight"  # the parameter that the first and the last stage share
 
 class Stage(TokenLogprobs):
     """A stage as a module: what comes in to what goes out, which of the last one is what
-    `TokenLogprobs` gives."""
+    `TokenLogprobs` gives, or, where the decoder has a value head, `TokenValues`."""
 
     def __init__(self, decoder: Decoder, tensor: Axis, sequence: bool, last: bool) -> None:
         super().__init__(decoder, tensor, sequence)
@@ -45,13 +47,22 @@ class Stage(TokenLogprobs):
     def forward(self, batch: Batch, targets_T: Tensor | None = None,
                 counts_T: Tensor | None = None, *, x_TD: Tensor | None = None,
                 **scoring: object) -> Tensor:
-        """[T, D]; of the last stage as `TokenLogprobs.forward`, which takes the rest.
+        """[T, D]; of the last stage as `TokenLogprobs.forward`, which takes the rest, or as
+        `TokenValues.forward`.
 
         Args:
             x_TD: what the stage before made; None for the first.
+
+        Raises:
+            ValueError: as they do, and if a model with a value head is given targets.
         """
         if not self.last:
             return self.decoder.hidden(batch, x_TD)
+        if isinstance(self.decoder, ValueModel):
+            if targets_T is not None or counts_T is not None or scoring:
+                raise ValueError("This model has a value head and gives no probabilities of "
+                                 "targets; call it with the batch alone.")
+            return token_values(self.decoder, batch, x_TD, self._tensor, self._sequence)
         assert targets_T is not None
         return super().forward(  # type: ignore[no-any-return,return-value]
             batch, targets_T, counts_T, x_TD=x_TD, **scoring)  # type: ignore[arg-type]
@@ -109,10 +120,12 @@ def cut(model: Decoder, layers: range, first: bool, last: bool) -> Decoder:
     part._modules = dict(model._modules)
     part.layers = nn.ModuleDict({str(i): model.layers[i] for i in layers})  # type: ignore[index]
     if not first:
-        part.embed = _twin(model.embed) if last and model.head is None else _Nothing()  # type: ignore[assignment]
+        part.embed = _twin(model.embed) if last and model.spec.tied_head else _Nothing()  # type: ignore[assignment]
     if not last:
         part.norm = _Nothing()  # type: ignore[assignment]
         part.head = None
+        if isinstance(part, ValueModel):
+            part.value = None
     part._tables = {}
     return part
 

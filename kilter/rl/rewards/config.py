@@ -139,8 +139,9 @@ def _own(config: RewardConfig) -> Reward:
                 raise ValueError(f"{config.kind} is made already, so it can have no options; name "
                                  "its class instead.")
             return found if config.name is None else FunctionReward(config.name, found)
-        name = config.name or getattr(found, "__name__", config.kind)
+        name = config.name or str(getattr(found, "__name__", config.kind))
         return FunctionReward(name, found, config.options)
+    reward: Any
     if dataclasses.is_dataclass(found):
         named = {} if config.name is None else {"name": config.name}
         reward = build(found, {**config.options, **named}, f"the reward {config.kind}")

@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 Message = dict[str, Any]
@@ -150,10 +151,8 @@ def _run(setup: Message, work: Work, job: Message) -> Message:
         end, data = _watch(pid, reader, limits)
     finally:
         for kill in (os.killpg, os.kill):
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
         status = os.waitpid(pid, 0)[1]
         os.close(reader)
         shutil.rmtree(folder, ignore_errors=True)
@@ -206,10 +205,9 @@ def _child(setup: Message, work: Work, job: Message, folder: str, given: int,
         os.dup2(nothing, 2)
         os.dup2(nothing if to_output else writer, REPORT)
         os.closerange(REPORT + 1, 4096)
-        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
-        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace",
-                                           closefd=False)
-        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(fd, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+            for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
         os.chdir(folder)
         os.environ.clear()
         try:
@@ -254,7 +252,7 @@ def _program(job: Message) -> None:
     text = job["program"]
     call, check = job.get("call"), job.get("assert")
     name = "__main__" if call is None and check is None else "candidate"
-    space = {"__name__": name, "__builtins__": __builtins__}
+    space: dict[str, Any] = {"__name__": name, "__builtins__": __builtins__}
     exec(compile(text, "candidate.py", "exec"), space)
     if call is not None:
         value = space[call](*job.get("args", ()), **job.get("kwargs", {}))
@@ -416,9 +414,10 @@ def _seccomp(libc: ctypes.CDLL) -> None:
     number, architecture, argument = 0, 4, 16  # offsets in struct seccomp_data
     code = [(load, 0, 0, architecture), (equal, 1, 0, audit), (give, 0, 0, kill),
             (load, 0, 0, number), (at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]
-    for numbers in DENIED.values():
-        if numbers[column] is not None:
-            code += [(equal, 0, 1, numbers[column]), (give, 0, 0, refuse)]
+    for denied in DENIED.values():
+        called = denied[column]
+        if called is not None:
+            code += [(equal, 0, 1, called), (give, 0, 0, refuse)]
     # ENOSYS makes the C library take clone, whose flags can be seen: threads are allowed
     code += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, missing)]
     code += [(equal, 0, 4, CLONE[column]), (load, 0, 0, argument), (has, 0, 1, CLONE_THREAD),

@@ -139,7 +139,7 @@ class Jails:
     def _one(self, job: Mapping[str, Any]) -> Outcome:
         for last in (False, True):
             with self._lock:
-                worker = self._idle.pop() if self._idle else None
+                worker = self._idle.pop() if self._idle and not last else None
             worker = worker or _Worker(self.work, self.limits, self.isolation)
             try:
                 outcome = worker.run(job)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kilter.rl.experience import FinishReason
+if TYPE_CHECKING:  # it brings torch, and rewards need none
+    from kilter.rl.experience import FinishReason
 
 Prompt = str | Sequence[Mapping[str, Any]]
 

@@ -104,7 +104,8 @@ def _values(weighted: WeightedReward, samples: Sequence[Sample]) -> list[float]:
         found = len(values)
     except TypeError:
         raise RewardError(f"The reward {name} answered with {type(values).__name__} for {n} "
-                          "samples; it must return a sequence with one number per sample.") from None
+                          "samples; it must return a sequence with one number per "
+                          "sample.") from None
     if found != n:
         raise RewardError(f"The reward {name} returned {found} values for {n} samples; it must "
                           "return one number per sample.")
@@ -151,8 +152,8 @@ def _number(weighted: WeightedReward, value: Any, i: int) -> float:
             return number
         problem = f"{number}, which is not finite"
     if isinstance(weighted.on_error, str):
-        raise RewardError(f"The reward {name} gave sample {i} {problem}; return a finite number, or "
-                          "set its on_error to the value such samples get.")
+        raise RewardError(f"The reward {name} gave sample {i} {problem}; return a finite number, "
+                          "or set its on_error to the value such samples get.")
     return float(weighted.on_error)
 
 

@@ -8,5 +8,6 @@ from kilter.weights.families.family import Family
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma3.FAMILY)}
+REWARD_FAMILIES: dict[str, Family] = {family.reward: family for family in FAMILIES.values()}
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "REWARD_FAMILIES", "Family"]

@@ -16,9 +16,12 @@ class Family:
     """One entry of the registry.
 
     `to_config` gives what `to_spec` reads, in the spelling of transformers 4, which 5 reads too.
+    `reward` is the architecture of the family's reward models: the same decoder under a head of
+    one row, ``score``.
     """
 
     architecture: str
+    reward: str
     model_type: str
     to_spec: Callable[[RawConfig], ModelSpec]
     to_config: Callable[[ModelSpec], dict[str, Any]]

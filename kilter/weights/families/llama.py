@@ -25,4 +25,4 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     return plain_config(spec) | {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
 
 
-FAMILY = Family(ARCHITECTURE, "llama", to_spec, to_config)
+FAMILY = Family(ARCHITECTURE, "LlamaForSequenceClassification", "llama", to_spec, to_config)

@@ -30,4 +30,4 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     return plain_config(spec) | {"sliding_window": spec.layers[0].window}
 
 
-FAMILY = Family(ARCHITECTURE, "mistral", to_spec, to_config)
+FAMILY = Family(ARCHITECTURE, "MistralForSequenceClassification", "mistral", to_spec, to_config)

@@ -54,4 +54,4 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     return plain_config(spec) | window_config(spec)
 
 
-FAMILY = Family(ARCHITECTURE, "qwen2", to_spec, to_config)
+FAMILY = Family(ARCHITECTURE, "Qwen2ForSequenceClassification", "qwen2", to_spec, to_config)

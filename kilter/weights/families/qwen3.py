@@ -24,4 +24,4 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     return plain_config(spec) | window_config(spec) | {"attention_bias": spec.qkv_bias}
 
 
-FAMILY = Family(ARCHITECTURE, "qwen3", to_spec, to_config)
+FAMILY = Family(ARCHITECTURE, "Qwen3ForSequenceClassification", "qwen3", to_spec, to_config)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.ops import exact_ops, stock_ops
+from kilter.parallel.context.balance import place
 from kilter.parallel.context.mask import Mask
 from kilter.parallel.context.plan import ContextConfig, spread_batch
 from kilter.parallel.context.ulysses import kv_copies
@@ -46,6 +47,11 @@ class Case:
     @property
     def mask(self) -> Mask:
         return Mask.with_spans(boundaries(self.lengths), self.spans or (), self.window)
+
+    @property
+    def pack_mask(self) -> Mask:
+        """What a placement knows of: not the window, which is a layer's."""
+        return self.mask if self.spans else Mask.causal(boundaries(self.lengths))
 
     def tensors(self) -> list[Tensor]:
         """q, k, v and the gradient of the output, of all rows."""
@@ -92,7 +98,7 @@ def spread(config: ContextConfig, cases: Sequence[Case]) -> list[list[Tensor]]:
     found = []
     for case in cases:
         local = spread_batch(pack(case.lengths), axis, config, case.multiple,
-                             mask=None if case.spans is None else case.mask)
+                             mask=case.pack_mask if case.spans else None)
         q, k, v, dout = (local.local(x, 0.5).contiguous() for x in case.tensors())
         for x in (q, k, v):
             x.requires_grad_()
@@ -107,8 +113,7 @@ def spread(config: ContextConfig, cases: Sequence[Case]) -> list[list[Tensor]]:
 def check(ranks: RankPool, n: int, config: ContextConfig, cases: Sequence[Case]) -> None:
     found = ranks.run(n, spread, config, cases)
     for i, case in enumerate(cases):
-        placement = spread_batch(pack(case.lengths), Mesh.single().axis("cp"), config).placement
-        placement = _placement(case, n, config)
+        placement = place(config.placement, case.pack_mask, n, config.block, case.multiple)
         tolerance = 1e-5 if case.kv_dtype == torch.float32 else 1e-2
         for name, parts, expected in zip(
                 ("out", "dq", "dk", "dv"), zip(*(rank[i] for rank in found), strict=True),
@@ -116,13 +121,6 @@ def check(ranks: RankPool, n: int, config: ContextConfig, cases: Sequence[Case])
             torch.testing.assert_close(
                 placement.whole(parts).float(), expected, rtol=tolerance, atol=tolerance,
                 msg=lambda text, name=name, case=case: f"{name} of {case}: {text}")
-
-
-def _placement(case: Case, n: int, config: ContextConfig):  # type: ignore[no-untyped-def]
-    from kilter.parallel.context.balance import place
-
-    return place(config.placement, case.mask if case.spans else Mask.causal(
-        boundaries(case.lengths)), n, config.block, case.multiple)
 
 
 @pytest.mark.parametrize("n", [2, 4])

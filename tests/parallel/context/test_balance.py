@@ -9,30 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.balance import images, lognormal
 from kilter.parallel.context.balance import balanced, imbalance, place, work_of_ranks
 from kilter.parallel.context.mask import Mask
-from tests.parallel.context.packs import boundaries, masks
-
-
-def lognormal(tokens: int, seed: int) -> list[int]:
-    """Document lengths of median 400, clipped to what is left."""
-    rng, lengths = np.random.default_rng(seed), []
-    while tokens:
-        lengths.append(min(tokens, max(1, int(rng.lognormal(6.0, 1.2)))))
-        tokens -= lengths[-1]
-    return lengths
-
-
-def images(bounds: list[int], seed: int) -> Mask:
-    """One or more images of 256 to 1024 rows in every document that has room."""
-    rng, spans = np.random.default_rng(seed), []
-    for start, end in itertools.pairwise(bounds):
-        at = start + int(rng.integers(0, 64))
-        while at + 256 <= end:
-            stop = min(end, at + int(rng.choice([256, 576, 1024])))
-            spans.append((at, stop))
-            at = stop + int(rng.integers(16, 512))
-    return Mask.with_spans(bounds, spans)
+from tests.parallel.context.packs import masks
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -49,7 +29,7 @@ def test_one_long_document(tokens: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_packs_and_images(ranks: int, seed: int) -> None:
-    bounds = boundaries(lognormal(16384, seed))
+    bounds = lognormal(16384, seed)
     for mask in (Mask.causal(bounds), images(bounds, seed), Mask.causal(bounds, window=512)):
         placement = balanced(mask, ranks)
         assert imbalance(work_of_ranks(mask, placement)) < 0.05
