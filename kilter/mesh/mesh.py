@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -19,7 +20,7 @@ from kilter.mesh.layout import Layout
 # Each has its own groups even where two hold the same ranks, so that a count of communication can
 # tell what it was for. They are made at once and in this order: making a group is collective.
 _MADE_AT_ONCE = ("pp", "tp", "cp", "dp", "replicate", "shard", "dp_cp", "dp_shard_cp",
-                 "etp", "ep", "edp", "ereplicate", "eshard")
+                 "pp_dp_cp", "etp", "ep", "edp", "ereplicate", "eshard")
 
 
 class Mesh:
@@ -27,7 +28,7 @@ class Mesh:
 
     Attributes:
         layout: what the mesh was made of.
-        rank: this rank in the world.
+        rank: this rank's place among the mesh's ranks.
         coordinates: its place on every axis of both views.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -36,16 +37,20 @@ class Mesh:
     """
 
     def __init__(self, layout: Layout, device_type: str = "cpu", *, alone: bool = False,
-                 timeout: timedelta | None = None) -> None:
+                 timeout: timedelta | None = None, ranks: Sequence[int] | None = None) -> None:
         """``alone`` ignores the default process group; the layout is then of one rank.
         ``timeout``: how long a collective waits for the other ranks; default torch's own, which
-        is not the default group's."""
+        is not the default group's. ``ranks``: those of the default group that the mesh is made of,
+        and that make it; default all."""
         distributed = dist.is_initialized() and not alone
-        layout.check(dist.get_world_size() if distributed else 1)
+        self._ranks = list(ranks if ranks is not None else
+                           range(dist.get_world_size() if distributed else 1))
+        self._partial = ranks is not None and len(self._ranks) < dist.get_world_size()
+        layout.check(len(self._ranks))
         self.layout = layout
         self.device_type = device_type
         self.timeout = timeout
-        self.rank = dist.get_rank() if distributed else 0
+        self.rank = self._ranks.index(dist.get_rank()) if distributed else 0
         self.coordinates = layout.coordinates(self.rank)
         self._axes: dict[str, Axis] = {}
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
@@ -62,7 +67,7 @@ class Mesh:
         """An axis of the layout, or several of one view joined by ``_``: ``tp``, ``dp_cp``,
         ``dp_shard_cp`` (what ZeRO shards over), ``tp_cp``, ``world``.
 
-        Single axes, ``dp_cp``, ``dp_shard_cp`` and ``world`` are there from the start. The first
+        Single axes, ``dp_cp``, ``dp_shard_cp``, ``pp_dp_cp`` and ``world`` are there from the start. The first
         use of another one makes its groups: then every rank of the world has to ask for it.
 
         Raises:
@@ -92,18 +97,24 @@ class Mesh:
             self._device_meshes[names] = self._make_device_mesh(names)
         return self._device_meshes[names]
 
+    def make_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        """An axis of groups that no layout knows of: of their places in the mesh. A rank that is in
+        none of them gets an axis of itself. All ranks of the mesh call it."""
+        mine: Sequence[int] = next((group for group in groups if self.rank in group), [self.rank])
+        made = None
+        for group in groups:
+            if len(group) > 1 and (not self._partial or group is mine):
+                # All ranks of the default group make all groups, so that their names agree; where
+                # only some are here, the members alone do.
+                new = dist.new_group([self._ranks[i] for i in group], timeout=self.timeout,
+                                     group_desc=name, use_local_synchronization=self._partial)
+                made = new if group is mine else made
+        return Axis(name, tuple(self._ranks[i] for i in mine), list(mine).index(self.rank), made)
+
     def _make(self, name: str) -> Axis:
-        groups = self.layout.groups(_parts(name))
-        mine = next(group for group in groups if self.rank in group)
-        group: dist.ProcessGroup | None = None
-        if len(mine) > 1 and name == "world":
-            group = dist.group.WORLD
-        elif len(mine) > 1:
-            for ranks in groups:  # all ranks make all groups, so that their names agree
-                made = dist.new_group(ranks, timeout=self.timeout, group_desc=name)
-                if ranks is mine:
-                    group = made
-        return Axis(name, tuple(mine), mine.index(self.rank), group)
+        if name == "world" and not self._partial and len(self._ranks) > 1:
+            return Axis(name, tuple(self._ranks), self.rank, dist.group.WORLD)
+        return self.make_axis(name, self.layout.groups(_parts(name)))
 
     def _make_device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
         parts = [part for name in names for part in self.layout.parts(_parts(name))]
@@ -113,8 +124,8 @@ class Mesh:
         block = next(g for g in self.layout.groups(parts) if self.rank in g)
         places = [{rank: index for group in self.layout.groups(_parts(name))
                    for index, rank in enumerate(group)} for name in names]
-        ranks = torch.tensor(sorted(block, key=lambda rank: [place[rank] for place in places]),
-                             dtype=torch.int)
+        ordered = sorted(block, key=lambda rank: [place[rank] for place in places])
+        ranks = torch.tensor([self._ranks[i] for i in ordered], dtype=torch.int)
         groups = [axis.group or self._alone() for axis in axes]
         if len(names) == 1:
             return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=names)
@@ -125,9 +136,10 @@ class Mesh:
     def _alone(self) -> dist.ProcessGroup:
         """A group of this rank only: torch's meshes want one even for an axis of size 1."""
         if self._own is None:
-            for rank in range(self.layout.world):
-                made = dist.new_group([rank], group_desc="alone")
-                if rank == self.rank:
+            for rank in [self._ranks[self.rank]] if self._partial else self._ranks:
+                made = dist.new_group([rank], group_desc="alone",
+                                      use_local_synchronization=self._partial)
+                if rank == self._ranks[self.rank]:
                     self._own = made
         assert self._own is not None
         return self._own

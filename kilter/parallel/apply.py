@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kilter.comm.axis import Axis
@@ -231,7 +230,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
 
     ways = None
     if mesh.device_type != "cpu":
-        ways = lanes(layout.groups("pp"), mesh.rank, schedule.placement)
+        ways = lanes(mesh, schedule.placement)
     runner = Pipeline(parts, schedule.placement, config, axis, width, rows, ways)
     return Spread(mesh, _union(model, parts), shards, local, list(parts.values()), runner, tied)
 
@@ -327,12 +326,5 @@ def kv_sharers(spec: ModelSpec, mesh: Mesh) -> Axis:
     """The ranks that hold the same KV head as this one, as an axis of their own."""
     tensor = mesh.axis("tp")
     runs = sorted({part.sharers for part in split_model(spec, tensor.size)})
-    mine = Axis("tp_kv", (mesh.rank,), 0)
-    for ranks in mesh.layout.groups("tp"):
-        for run in runs:
-            members = [ranks[i] for i in run]
-            if len(members) > 1:  # made by all ranks of the world, theirs or not
-                group = dist.new_group(members, timeout=mesh.timeout, group_desc="tp_kv")
-                if mesh.rank in members:
-                    mine = Axis("tp_kv", tuple(members), members.index(mesh.rank), group)
-    return mine
+    return mesh.make_axis("tp_kv", [[ranks[i] for i in run] for ranks in mesh.layout.groups("tp")
+                                    for run in runs if len(run) > 1])

@@ -184,8 +184,7 @@ def informative(*, reward_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class _Groups:
-    """What each sequence's group is like, [S]; only valid sequences count. In float64, so that a
-    float32 reward and the mean of equal ones are told apart by nothing but rounding."""
+    """What each sequence's group is like, [S], in float64; only valid sequences count."""
 
     centred_S: Tensor  # reward minus the group's mean
     count_S: Tensor

@@ -48,10 +48,10 @@ class Exchange:
 class Group:
     """Parameters that are assembled together: a layer, the embedding, the last norm or the head.
 
-    Parameters whose pieces must be copied on the way (to be rounded, or because they are not in one
-    piece in memory) travel alone and first, the largest before others, when little else of the
-    group is there yet; the rest travels at once, without copies. So what is alive at any time stays
-    below the size of the group.
+    Parameters whose pieces must be copied on the way (to be rounded, or because they are not one
+    piece of memory) travel alone and first, the largest before others, when little else of the
+    group is there yet; the rest travels at once, without copies. So in a decoder's layer no more is
+    alive at a time than the whole layer takes in float32 (`Plan.peak_bytes`).
     """
 
     name: str

@@ -155,7 +155,9 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         # The writer talks beside the training's collectives, so it has a group of its own.
-        self._group = dist.new_group(list(world.ranks), backend="gloo") if world.size > 1 else None
+        self._group = (dist.new_group(list(world.ranks), backend="gloo",
+                                      use_local_synchronization=True)
+                       if world.size > 1 else None)
         if world.index == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob("step-*.partial"):
@@ -251,4 +253,5 @@ def load_tensors(checkpoint: Path, tensors: Mapping[str, Pieces], world: Axis) -
         more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(f"The checkpoint {checkpoint} is not of this model and optimizer: "
                               f"{'; '.join(problems[:10])}{more}.")
-    dcp.load(dict(tensors), storage_reader=reader, planner=_Loader(), no_dist=world.size == 1)
+    dcp.load(dict(tensors), storage_reader=reader, planner=_Loader(),
+             process_group=world.group, no_dist=world.size == 1)

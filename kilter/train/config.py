@@ -25,9 +25,11 @@ from kilter.train.checkpoint import CheckpointConfig
 from kilter.train.data.config import DataConfig
 from kilter.train.lora import LoraConfig
 from kilter.train.optimizer import OptimizerConfig
+from kilter.train.preference.config import DpoConfig
 from kilter.train.schedule import ScheduleConfig
 
-Kind = Literal["pretrain", "sft"]
+Kind = Literal["pretrain", "sft", "reward", "dpo"]
+OF_PAIRS: tuple[Kind, ...] = ("reward", "dpo")
 Precision = Literal["fp32", "bf16"]
 KVFormat = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -148,7 +150,8 @@ class TrainJob:
     Attributes:
         output: folder of checkpoints, metrics and the finished model.
         kind: ``pretrain`` learns every token of texts; ``sft`` what the assistant says in
-            conversations (sources with ``chat = true``).
+            conversations (sources with ``chat = true``); ``reward`` and ``dpo`` which of two
+            answers is better (sources with ``pairs = true``, docs/preference.md).
         steps, epochs: how long; one of the two.
         micro_batches: packs in a step, over all ranks; a multiple of the layout's dp.
         max_norm: what the gradient's norm is clipped to; 0: not at all.
@@ -157,6 +160,7 @@ class TrainJob:
             them; what the optimizer steps stays float32.
         export: write the finished model to ``output/model``, and adapters to ``output/adapter``.
         lora: train adapters, and leave the model's own weights as they are (docs/lora.md).
+        dpo: how ``dpo`` compares answers.
     """
 
     output: str
@@ -176,6 +180,7 @@ class TrainJob:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     recompute: Recompute = field(default_factory=Recompute)
     lora: LoraConfig | None = None
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -212,12 +217,24 @@ class TrainJob:
                 self.pipeline.make(layout.pp, self.micro_batches // layout.dp)
             except ValueError as error:
                 problems.append(f"the pipeline cannot be so: {str(error).rstrip('.')}")
+        if self.kind in OF_PAIRS and layout.cp > 1:
+            problems.append(f"layout.cp is {layout.cp}, but context parallelism is not there yet "
+                            f"for kind = {self.kind}; it must be 1")
         if layout.pp == 1 and self.pipeline != PipelineConfig():
             problems.append("pipeline is set, but layout.pp is 1; leave it out, or set layout.pp")
         return problems
 
     def _data_problems(self) -> list[str]:
-        chats = [source.chat for source in (*self.data.sources, *self.data.eval_sources)]
+        sources = (*self.data.sources, *self.data.eval_sources)
+        chats = [source.chat for source in sources]
+        if self.kind != "dpo" and self.dpo != DpoConfig():
+            return [f"dpo is set, but kind is {self.kind}; leave it out, or set kind to dpo"]
+        if self.kind in OF_PAIRS and not all(source.pairs for source in sources):
+            return [f"kind is {self.kind}, but a data source has no pairs; set pairs = true, or "
+                    "leave it out"]
+        if self.kind not in OF_PAIRS and any(source.pairs for source in sources):
+            return [f"kind is {self.kind}, but a data source has pairs, of which only reward and "
+                    "dpo learn; set kind to one of them"]
         if self.kind == "sft" and not any(chats):
             return ["kind is sft, but no data source has chat = true"]
         if self.kind == "pretrain" and any(chats):

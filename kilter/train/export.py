@@ -25,8 +25,8 @@ _Parts = list[tuple[Box, Tensor]]
 def export_model(spread: Spread, inputs: Inputs, output: Path, dtype: torch.dtype, job: TrainJob
                  ) -> None:
     """Writes ``model/`` in the output folder: the model, its config and its tokenizer; of a job
-    with adapters also ``adapter/``, and the model has them merged in. Replaces what is there.
-    Collective.
+    with adapters also ``adapter/``, and the model has them merged in (of a reward model only the
+    latter, as an adapter's folder has no place for the head). Replaces what is there. Collective.
 
     Args:
         dtype: what matrices are written as; all else is float32.
@@ -37,11 +37,15 @@ def export_model(spread: Spread, inputs: Inputs, output: Path, dtype: torch.dtyp
     if spread.mesh.rank != 0:
         return
     if job.lora is not None:
-        write_peft(output / "adapter", inputs.spec, job.lora, tensors, base=job.model.path,
-                   overwrite=True)
+        if job.kind != "reward":
+            write_peft(output / "adapter", inputs.spec, job.lora, tensors, base=job.model.path,
+                       overwrite=True)
         tensors = {name: value.to(dtype) if value.dim() > 1 else value
                    for name, value in merge(inputs.spec, job.lora, tensors).items()}
-    export_hf(State(inputs.spec, tensors, inputs.carried, _config(inputs, dtype)),
+    config = _config(inputs, dtype)
+    if job.kind == "reward":
+        config["pad_token_id"] = _padding(config, inputs)
+    export_hf(State(inputs.spec, tensors, inputs.carried, config),
               output / "model", overwrite=True, before_rename=inputs.tokenizer.save)
 
 
@@ -55,7 +59,7 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
         dtype: of matrices; all else is float32.
     """
     mesh = spread.mesh
-    world = mesh.layout.world
+    world = mesh.axis("world")
     # With ZeRO 3 every rank has rows of its own; before, data-parallel ranks have the same ones.
     gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
     for name, whole_shard in spread.shards.items():
@@ -66,23 +70,33 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
             mine = [(box, part.detach().to("cpu", to).contiguous())
                     for box, own, part in shard.parts(local) if gives and own and part.numel()]
         boxes: list[list[Box] | None] = [[box for box, _ in mine]]
-        if world > 1:
-            boxes = [None] * world
-            dist.all_gather_object(boxes, [box for box, _ in mine])
+        if world.size > 1:
+            boxes = [None] * world.size
+            dist.all_gather_object(boxes, [box for box, _ in mine], group=world.members)
         if mesh.rank != 0:
             for _, part in mine:
-                dist.send(part, 0)
+                dist.send(part, world.ranks[0])
             yield name, None
             continue
         whole = torch.empty(whole_shard.shape, dtype=to)
         for box, part in mine:
             whole[box.slices] = part
-        for rank in range(1, world):
+        for rank in range(1, world.size):
             for box in boxes[rank] or []:
                 part = torch.empty(box.size, dtype=to)
-                dist.recv(part, rank)
+                dist.recv(part, world.ranks[rank])
                 whole[box.slices] = part
         yield name, whole
+
+
+def _padding(config: dict[str, Any], inputs: Inputs) -> int | None:
+    """The id of padding, where it ends no answer. `transformers` takes a sequence's score at its
+    last token that is no padding, so one that ends with it would be scored a token early; without
+    an id it scores one sequence at a time, rightly."""
+    pad = config.get("pad_token_id")
+    eos = config.get("eos_token_id")
+    ends = {*inputs.tokenizer.eos_token_ids, *(eos if isinstance(eos, list) else [eos])}
+    return pad if isinstance(pad, int) and pad >= 0 and pad not in ends else None
 
 
 def _config(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:

@@ -54,13 +54,17 @@ class Start:
     carried: Path | None
 
 
-def open_start(model: ModelConfig) -> Start:
+def open_start(model: ModelConfig, *, reward: bool = False) -> Start:
     """Opens a model and its tokenizer.
+
+    Args:
+        reward: take a reward model too (see `kilter.weights.bridge.open_model`).
 
     Raises:
         ValueError: for anything that is not there, cannot be read or does not fit together.
     """
-    source = None if model.path is None else open_model(resolve(model.path))
+    source = None if model.path is None else open_model(
+        resolve(model.path), reward=reward)
     tokenizer = _tokenizer(model, source)
     spec = _new_spec(model, tokenizer) if source is None else source.spec
     if tokenizer.vocab_size > spec.vocab_size:
@@ -77,7 +81,7 @@ def open_inputs(job: TrainJob) -> Inputs:
     Raises:
         ValueError: for anything that is not there, cannot be read or does not fit together.
     """
-    start = open_start(job.model)
+    start = open_start(job.model, reward=job.kind == "reward")
     spec = start.spec
     if job.data.seq_len > spec.max_positions:
         raise ValueError(f"data.seq_len is {job.data.seq_len}, but this model takes at most "

@@ -3,6 +3,7 @@
     output/
       checkpoints/step-…/    what a run goes on from by itself
       metrics.jsonl          see `kilter.train.metrics`
+      reference.safetensors  of DPO, see `kilter.train.preference.reference`
       tensorboard/, profile/ if asked for
       model/                 the finished model, a Hugging Face folder
       adapter/               the finished adapters, a folder of PEFT; model/ has them merged
@@ -19,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 
@@ -27,6 +29,7 @@ from kilter.comm.collectives import all_reduce_max
 from kilter.job import JobError, build, dump
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
+from kilter.models.value import add_value_head
 from kilter.parallel.apply import apply
 from kilter.parallel.shards import Shard
 from kilter.train.checkpoint import (
@@ -37,14 +40,16 @@ from kilter.train.checkpoint import (
     load_tensors,
     read_facts,
 )
-from kilter.train.config import TrainJob, differences
+from kilter.train.config import OF_PAIRS, TrainJob, differences
 from kilter.train.data import DataLoader, Pack, evaluation_packs, steps_of
 from kilter.train.export import export_model
 from kilter.train.inputs import Inputs
 from kilter.train.lora import add_adapters, init_adapters
 from kilter.train.metrics import Monitor
 from kilter.train.optimizer import Optimizer
-from kilter.train.step import evaluate, train_step
+from kilter.train.preference.objective import PairObjective
+from kilter.train.preference.reference import Tables, made_tables, reference, stored_tables
+from kilter.train.step import evaluate, token_losses, train_step
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -112,6 +117,8 @@ class Run:
                             kv_dtype=_DTYPES[job.model.kv_dtype], max_positions=job.data.seq_len)
         if job.lora is not None:
             add_adapters(model, job.lora)
+        if job.kind == "reward":
+            add_value_head(model)
         self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision],
                             pipeline=job.pipeline)
         self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
@@ -124,7 +131,10 @@ class Run:
         self.steps = job.steps or steps_of(inputs.data, job.epochs or 1, job.micro_batches)
         self.step = self.tokens = 0  # taken, and seen
         self._saved = -1
+        self._tables: Tables | None = None
         resumed = self._restore()
+        self._pairs = self._objective("train")
+        self._held_out = self._objective("held_out")
         self.monitor = Monitor(job, self.spread, self.step, self.steps)
         closing.callback(self.monitor.close)
         if resumed:
@@ -144,11 +154,13 @@ class Run:
                 packs = self.loader.next_step()
             with monitor.step(self.step + 1):
                 result = train_step(self.spread, self.optimizer, packs, factor=factor,
-                                    max_norm=job.max_norm or None, phase=monitor.phase)
+                                    max_norm=job.max_norm or None, phase=monitor.phase,
+                                    losses=self._pairs or token_losses)
             self.step += 1
             self.tokens += result.tokens
             monitor.tell(self.step, result, packs, lr=job.optimizer.lr * factor,
-                         tokens=self.tokens, epoch=self.loader.epoch)
+                         tokens=self.tokens, epoch=self.loader.epoch,
+                         more=self._means(self._pairs, result.valid))
             if self.step < self.steps:  # after the last step, `_finish` does both
                 if job.eval.every and self.step % job.eval.every == 0:
                     self.score()
@@ -172,8 +184,9 @@ class Run:
         if self.inputs.data.held_out is None:
             return None
         with self.monitor.phase("evaluation"):
-            loss, targets = evaluate(self.spread, self._evaluation_packs())
-        self.monitor.evaluated(self.step, loss, targets)
+            loss, targets = evaluate(self.spread, self._evaluation_packs(),
+                                     self._held_out or token_losses)
+        self.monitor.evaluated(self.step, loss, targets, self._means(self._held_out, targets))
         return loss
 
     def pieces(self) -> dict[str, Pieces]:
@@ -193,13 +206,19 @@ class Run:
         """Weights and states: of the last whole checkpoint, else as the job says to start."""
         checkpoint = last_checkpoint(self.job)
         frozen = self.spread.local.keys() - {held.name for held in self.spread.held}
-        if frozen or checkpoint is None:  # a checkpoint holds what is trained
+        with_tables = self.job.kind == "dpo" and self.job.lora is None
+        if with_tables:
+            self._tables = stored_tables(self.job, self.inputs, self.mesh.axis("world"))
+        make_tables = with_tables and self._tables is None
+        if frozen or checkpoint is None or make_tables:  # a checkpoint holds what is trained
             if self.inputs.source is not None:
                 self.spread.load(self.inputs.source)
             else:
                 self.spread.initialise(self.job.seed, self.job.model.std)
             if self.job.lora is not None and checkpoint is None:
                 init_adapters(self.spread, self.job.lora)
+        if make_tables:
+            self._tables = made_tables(self.spread, self.job, self.inputs)
         if checkpoint is not None:
             facts = read_facts(checkpoint)
             if facts["step"] > self.steps:
@@ -225,6 +244,17 @@ class Run:
                          self.job)
         return Ending(self.step, False, f"Finished {self.steps} steps over {self.tokens} tokens; "
                       f"the result is in {place}.")
+
+    def _objective(self, data: Literal["train", "held_out"]) -> PairObjective | None:
+        """How pairs are learned from; None for kinds that learn tokens, or without data."""
+        job = self.job
+        if job.kind not in OF_PAIRS or getattr(self.inputs.data, data) is None:
+            return None
+        found = None if self._tables is None else reference(self._tables, self.inputs.data, data)
+        return PairObjective(job.dpo if job.kind == "dpo" else None, found)
+
+    def _means(self, pairs: PairObjective | None, count: int) -> dict[str, float]:
+        return {} if pairs is None else pairs.take(count, self.mesh.axis("pp_dp_cp"))
 
     def _told_to(self, stop: threading.Event) -> bool:
         """Whether any rank was told to stop: all have to know before the same step."""

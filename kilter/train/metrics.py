@@ -4,7 +4,8 @@
     output/tensorboard/    the same numbers, if asked for
     output/profile/        torch's trace of the steps asked for, for Perfetto or chrome://tracing
 
-A train line has loss, gradient norm and learning rate of its step, and over the steps since the
+A train line has loss, gradient norm and learning rate of its step (and, learning from pairs, how
+often and by how much the chosen answer is ahead), and over the steps since the
 line before: seconds by phase, tokens per second, and MFU, the share of what all ranks could do at
 best that the model's FLOPs took (forward and backward, without recompute; evaluation and
 checkpoints are left out). On a GPU a phase is the host's: a kernel counts where the host waits.
@@ -31,7 +32,7 @@ from kilter.models.spec import ModelSpec
 from kilter.parallel.apply import Spread
 from kilter.report.machine import best_seconds, gemm_rate
 from kilter.report.text import short, size
-from kilter.train.config import LogConfig, TrainJob
+from kilter.train.config import OF_PAIRS, LogConfig, TrainJob
 from kilter.train.data import Pack
 from kilter.train.step import StepResult
 
@@ -47,6 +48,7 @@ class Monitor:
     def __init__(self, job: TrainJob, spread: Spread, step: int, steps: int) -> None:
         mesh = spread.mesh
         self._config, self._steps, self._mesh = job.log, steps, mesh
+        self._counted = "pairs" if job.kind in OF_PAIRS else "targets"
         self._device = torch.device(mesh.device_type)
         self._spec = spread.model.spec
         shapes = [shard.shape for name, shard in spread.shards.items()
@@ -104,12 +106,13 @@ class Monitor:
             self._end_profile()
 
     def tell(self, step: int, result: StepResult, packs: Sequence[Pack], *, lr: float, tokens: int,
-             epoch: int) -> None:
+             epoch: int, more: Mapping[str, float]) -> None:
         """After a step.
 
         Args:
             packs: this rank's.
             tokens: since the run began.
+            more: numbers of this step that the kind of training has beside the loss.
         """
         self._tokens += result.tokens
         self._flops += sum(training_flops(self._spec, self._matrices,
@@ -129,18 +132,20 @@ class Monitor:
             self._files.write("train", step, {
                 "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens": tokens,
                 "targets": result.valid, "epoch": epoch, "tokens_per_second": rate, "mfu": mfu,
-                "memory_bytes": memory, "seconds": seconds, "comm": self._traffic})
-        self.say(f"step {step}/{self._steps}  loss {result.loss:.4f}  norm {result.grad_norm:.3g}"
+                "memory_bytes": memory, "seconds": seconds, "comm": self._traffic, **more})
+        self.say(f"step {step}/{self._steps}  loss {result.loss:.4f}{_said(more)}"
+                 f"  norm {result.grad_norm:.3g}"
                  f"  lr {lr:.3g}  {short(rate)} tokens/s  MFU {mfu:.1%} of {short(self._peak)}"
                  f"FLOP/s ({self._peak_source})  {size(memory)}  epoch {epoch}")
         self._seconds = {}
         self._flops, self._tokens, self._since = 0.0, 0, now
 
-    def evaluated(self, step: int, loss: float, targets: int) -> None:
+    def evaluated(self, step: int, loss: float, targets: int, more: Mapping[str, float]) -> None:
         """After an evaluation."""
         if self._files is not None:
-            self._files.write("eval", step, {"loss": loss, "targets": targets})
-        self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f} over {targets} targets")
+            self._files.write("eval", step, {"loss": loss, "targets": targets, **more})
+        self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}{_said(more)} over {targets} "
+                 f"{self._counted}")
 
     def close(self) -> None:
         self._end_profile()
@@ -256,6 +261,13 @@ def _take_back(path: Path, step: int) -> None:
     new = path.with_name(f".{path.name}.new")
     new.write_text("".join(kept), encoding="utf-8")
     os.replace(new, path)
+
+
+def _said(more: Mapping[str, float]) -> str:
+    """What the console says of the numbers beside the loss."""
+    if "accuracy" not in more:
+        return ""
+    return f"  accuracy {more['accuracy']:.1%}  margin {more['margin']:.3g}"
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -26,6 +26,8 @@ from kilter.parallel.norm import clip_gradients, culprits, gradient_norm
 from kilter.train.optimizer import Optimizer
 
 Phase = Callable[[str], AbstractContextManager[None]]
+# (forward, number of the micro-batch, what each counts) -> the sum of its losses times that.
+Loss = Callable[[Callable[..., Tensor], int, float], Tensor]
 
 
 class MicroBatch(Protocol):
@@ -33,7 +35,7 @@ class MicroBatch(Protocol):
 
     @property
     def valid(self) -> int:
-        """Targets that count."""
+        """Targets that count, or whatever else a step's loss is divided by the number of."""
 
     @property
     def targets_T(self) -> Tensor:
@@ -59,12 +61,29 @@ class StepResult:
     tokens: int
 
 
+class Losses(Protocol):
+    """Makes the loss of micro-batches of this rank, which ``rows`` has as they are computed. All
+    ranks call, so it may run the model."""
+
+    def __call__(self, spread: Spread, micro_batches: Sequence[MicroBatch],
+                 rows: Sequence[tuple[Batch, Tensor]]) -> Loss: ...
+
+
+def token_losses(spread: Spread, micro_batches: Sequence[MicroBatch],
+                 rows: Sequence[tuple[Batch, Tensor]]) -> Loss:
+    """`Losses`: of all targets, negative log-likelihood."""
+    def loss(forward: Callable[..., Tensor], k: int, count: float) -> Tensor:
+        return token_loss(forward, *rows[k], count)
+
+    return loss
+
+
 class NotFinite(RuntimeError):
     """A loss or gradient was NaN or infinite; the step was not taken and nothing has changed."""
 
 
 def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[MicroBatch], *,
-               factor: float = 1.0, max_norm: float | None = 1.0,
+               factor: float = 1.0, max_norm: float | None = 1.0, losses: Losses = token_losses,
                phase: Phase = lambda _: nullcontext()) -> StepResult:
     """Forward and backward of every micro-batch, clip, step.
 
@@ -73,6 +92,7 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
             ones, and every data-parallel rank as many.
         factor: of the peak learning rate.
         max_norm: what the true global gradient norm is clipped to; None: not at all.
+        losses: what is summed, and divided by the number of valid targets of the whole step.
         phase: entered around each part of the step: ``forward``, ``backward`` (with the
             communication that leaves meanwhile), ``transfer`` (waiting for another stage of a
             pipeline), ``reduce`` (what of the gradients' sums is still to come) and ``optimizer``
@@ -92,9 +112,7 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
                          "its masks.")
     rows = [local_rows(spread, m, device) for m in micro_batches]
 
-    def loss(forward: Callable[..., Tensor], k: int) -> Tensor:
-        return token_loss(forward, *rows[k], 1.0 / valid)
-
+    loss = partial(_counted, losses(spread, micro_batches, rows), 1.0 / valid)
     own_loss = spread.backward_all([batch for batch, _ in rows], loss, phase)
     loss_value, norm = update(spread, optimizer, own_loss, factor=factor, max_norm=max_norm,
                               phase=phase)
@@ -153,7 +171,8 @@ def token_loss(forward: Callable[..., Tensor], batch: Batch, targets_T: Tensor, 
 
 
 @torch.no_grad()
-def evaluate(spread: Spread, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
+def evaluate(spread: Spread, micro_batches: Iterable[MicroBatch], losses: Losses = token_losses
+             ) -> tuple[float, int]:
     """(mean loss over valid targets, their number), over all ranks: sums are divided once, so
     batches of different sizes weigh by their targets."""
     mesh = spread.mesh
@@ -162,7 +181,8 @@ def evaluate(spread: Spread, micro_batches: Iterable[MicroBatch]) -> tuple[float
     valid = torch.zeros((), dtype=torch.int64)
     for some in _runs(micro_batches, 1 if spread.pipeline is None else 4 * mesh.layout.pp):
         rows = [local_rows(spread, m, device) for m in some]
-        for value in spread.forward_all([batch for batch, _ in rows], partial(_loss_of, rows)):
+        score = partial(_counted, losses(spread, some, rows), 1.0)
+        for value in spread.forward_all([batch for batch, _ in rows], score):
             if value is not None:
                 loss += value.double()
         valid += sum(m.valid for m in some)
@@ -173,9 +193,8 @@ def evaluate(spread: Spread, micro_batches: Iterable[MicroBatch]) -> tuple[float
     return float(loss) / targets, targets
 
 
-def _loss_of(rows: Sequence[tuple[Batch, Tensor]], forward: Callable[..., Tensor], k: int
-             ) -> Tensor:
-    return token_loss(forward, *rows[k])
+def _counted(loss: Loss, count: float, forward: Callable[..., Tensor], k: int) -> Tensor:
+    return loss(forward, k, count)
 
 
 def _runs(items: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
@@ -209,9 +228,10 @@ def _not_finite(spread: Spread, loss: float, norm: float, own_loss: float) -> st
     """A sentence that names the ranks and parameters at fault; collective."""
     mine = (spread.mesh.rank, math.isfinite(own_loss), culprits(spread.held))
     every: list[tuple[int, bool, list[str]] | None] = [mine]
-    if spread.mesh.axis("world").size > 1:
-        every = [None] * spread.mesh.axis("world").size
-        dist.all_gather_object(every, mine)
+    world = spread.mesh.axis("world")
+    if world.size > 1:
+        every = [None] * world.size
+        dist.all_gather_object(every, mine, group=world.members)
     said = []
     for entry in every:
         assert entry is not None

@@ -235,9 +235,9 @@ def _open_folder(folder: Path, reward: bool) -> ModelSource:
     multimodal = architecture == gemma3.MULTIMODAL
     is_reward = architecture in REWARD_FAMILIES
     if is_reward and not reward:
-        raise WeightsError(f"{folder} holds a reward model ({architecture}), which scores texts and "
-                           "writes none. Training takes it with kind = \"reward\"; elsewhere name "
-                           "a language model.")
+        raise WeightsError(f"{folder} holds a reward model ({architecture}), which scores texts "
+                           "and writes none. Training takes it with kind = \"reward\"; elsewhere "
+                           "name a language model.")
     family = REWARD_FAMILIES[architecture] if is_reward else FAMILIES.get(
         gemma3.ARCHITECTURE if multimodal else architecture)
     if family is None:

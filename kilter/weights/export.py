@@ -235,7 +235,7 @@ def _config(source: ModelSource | State, parameters: list[_Parameter],
     if dtype is not None:
         spelling = "dtype" if "dtype" in config else "torch_dtype"
         config[spelling] = str(dtype).removeprefix("torch.")
-    if source.is_reward:  # a classifier with one label
+    if source.is_reward and len(config.get("id2label") or ()) != 1:  # a classifier with one label
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     architecture = family.reward if source.is_reward else family.architecture
     return {**config, "architectures": [architecture], "model_type": family.model_type}

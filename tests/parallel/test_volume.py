@@ -82,8 +82,8 @@ def step_volume(spec: ModelSpec, layout: Layout) -> Volume:
     everything = padded(around + layers * layer, n if layout.zero else 1)
     assert everything < BUCKET_BYTES
     # Targets and tokens, the loss, the norm.
-    forms.add("dp_cp", "all_reduce", 16, layout.dp)
-    forms.add("dp_cp", "all_reduce", 8, layout.dp)
+    forms.add("dp", "all_reduce", 16, layout.dp)
+    forms.add("pp_dp_cp", "all_reduce", 8, layout.pp * layout.dp)
     forms.add("world", "all_reduce", 8, layout.world)
     if layout.zero == 0:
         forms.add("dp_cp", "all_reduce", everything, layout.dp)
@@ -155,6 +155,23 @@ def test_a_large_sum_goes_in_two_exchanges(ranks: RankPool) -> None:
     assert 4 * T * 512 > SMALL_BYTES
     layout = Layout(tp=4, sequence_parallel=False)
     assert ranks.run(4, counted, spec, layout)[0] == step_volume(spec, layout)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pipeline_sends_activations_and_their_gradients(ranks: RankPool, tied: bool) -> None:
+    spec = replace(tiny(tied), layers=tiny(tied).layers[:3])
+    layout, row = Layout(pp=3), 4 * spec.hidden_size
+    for rank, found in enumerate(ranks.run(3, counted, spec, layout)):
+        forms = Forms()
+        forms.add("pp_dp_cp", "all_reduce", 8, 3)
+        forms.add("world", "all_reduce", 8, 3)
+        neighbours = (rank > 0) + (rank < 2)
+        forms.add("pp", "send", T * row, 2, M * neighbours)
+        forms.add("pp", "recv", 0, 2, M * neighbours)
+        if tied and rank != 1:  # gradients of the head's copy come, the new embedding goes
+            forms.add("pp", "send", spec.vocab_size * row, 2)
+            forms.add("pp", "recv", 0, 2)
+        assert found == forms.volume
 
 
 def test_rows_that_do_not_divide_are_padded(ranks: RankPool) -> None:

@@ -210,9 +210,11 @@ def test_groups_by_brute_force(rows: list[tuple[int, float, bool]]) -> None:
 
 @pytest.mark.parametrize("rule", GROUP_RULES)
 def test_uneven_groups_and_groups_that_tell_nothing(rule: Any) -> None:
-    """Exactly 0, though 0.1 has no exact mean in float32."""
+    """Exactly 0, though the mean of three times 0.1 is not 0.1 in float64."""
     group = torch.tensor([0] * 4 + [1] * 3 + [2] * 4 + [7])
-    reward = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.1, 0.1, 0.1, 9.0, 1.0, 1.0, 1.0, 5.0])
+    reward = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.1, 0.1, 0.1, 9.0, 1.0, 1.0, 1.0, 5.0],
+                          dtype=torch.float64)
+    assert float(reward[4:7].sum() / 3 - 0.1) != 0.0
     found = rule(reward_S=reward, group_S=group, valid_S=valid(reward))
     assert found[4:7].tolist() == [0.0] * 3 and float(found[-1]) == 0.0
     assert bool(found.isfinite().all()) and bool((found[:4] != 0.0).all())

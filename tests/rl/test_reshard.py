@@ -493,6 +493,23 @@ def test_ranks_send_evenly(layout: Layout) -> None:
         assert max(sent) <= 1.05 * bound
 
 
+def test_copies_come_before_what_needs_none() -> None:
+    """Halves of columns into whole matrices: what arrives is copied into place. The small matrix
+    and the vector are not there yet while the large one's half is."""
+    sizes = {"layers.0.vector": (64,), "layers.0.small": (8, 4), "layers.0.large": (8, 32)}
+    held = []
+    for rank in range(2):
+        held.append({name: Shard.of(shape, [Box((rank * 32,), (32,)) if len(shape) == 1 else
+                                            Box((0, rank * shape[1] // 2), (8, shape[1] // 2))])
+                     for name, shape in sizes.items()})
+    plan = full_gather(held)
+    [group] = plan.groups
+    assert [e.names for e in group.exchanges] == [
+        ("layers.0.large",), ("layers.0.small",), ("layers.0.vector",)]
+    # Both halves are copied, the sender's into one piece, the receiver's out of one.
+    assert plan.peak_bytes(0) == 4 * (256 + 128 + 128)
+
+
 ROWS, COLUMNS = 12, 5
 
 
@@ -642,12 +659,12 @@ def test_checksums_add_up_and_see_every_element(dtype: torch.dtype) -> None:
                                Box((0, 7), (300, 424))])
     assert one == int(checksum([(Box((0, 0), (300, 431)), whole.float())], dtype, whole.device)
                       ) % (1 << 64)
-    for change in range(20):
-        other = whole.clone()
-        a, b = (int(i) for i in torch.randint(300 * 431, (2,)))
-        flat = other.view(-1)
-        if change % 2:
-            flat[a] = -flat[a]
-        else:
-            flat[a], flat[b] = whole.view(-1)[b], whole.view(-1)[a]
-        assert (sums(other, [Box((0, 0), (300, 431))]) == one) == torch.equal(other, whole)
+    for i, j, other_i, other_j in ((5, 7, 5, 8), (5, 7, 6, 7), (0, 0, 299, 430), (152, 3, 153, 3)):
+        swapped = whole.clone()
+        swapped[i, j], swapped[other_i, other_j] = whole[other_i, other_j], whole[i, j]
+        assert not torch.equal(swapped, whole)
+        assert sums(swapped, [Box((0, 0), (300, 431))]) != one
+    for i, j in torch.stack([torch.randint(300, (20,)), torch.randint(431, (20,))], 1).tolist():
+        changed = whole.clone()
+        changed[i, j] = -changed[i, j]
+        assert sums(changed, [Box((0, 0), (300, 431))]) != one

@@ -31,7 +31,8 @@ from kilter.ops.band_attention import Bands, band_attention, band_attention_grad
 from kilter.parallel.context.mask import Mask
 from kilter.parallel.context.placement import Placement
 
-# (what: "transfer" or "compute", start, end in seconds of time.perf_counter)
+# (what, start, end in seconds of time.perf_counter): "transfer" from when an exchange is posted to
+# when it is known to be done, "compute", and "wait", the part of a transfer after computing.
 Recorder = Callable[[str, float, float], None]
 
 
@@ -39,7 +40,7 @@ class RingAttention:
     """Attention of one batch's rows over an axis; an `Attend` of `kilter.models.batch`.
 
     Args:
-        recorder: told when each exchange and each computation began and ended, on the CPU.
+        recorder: told of what the host does, which on a GPU is not what the device does.
     """
 
     def __init__(self, placement: Placement, mask: Mask, axis: Axis,
@@ -145,10 +146,13 @@ class _Exchange:
             self._works = dist.batch_isend_irecv(self._ops)
 
     def wait(self) -> None:
+        start = time.perf_counter()
         for work in self._works:
             work.wait()
         if self._recorder is not None and self._ops:
-            self._recorder("transfer", self._start, time.perf_counter())
+            end = time.perf_counter()
+            self._recorder("transfer", self._start, end)
+            self._recorder("wait", start, end)
 
 
 class _Ring(torch.autograd.Function):

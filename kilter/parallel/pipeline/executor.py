@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kilter.comm.axis import Axis
+from kilter.mesh.mesh import Mesh
 from kilter.models.batch import Batch
 from kilter.models.spec import ModelSpec
 from kilter.parallel.data import DataParallel
@@ -295,25 +296,14 @@ class Pipeline:
         return batches[0].tokens_T.device
 
 
-def lanes(pipelines: Iterable[Sequence[int]], rank: int, placement: Sequence[int]
-          ) -> dict[tuple[Kind, int, int], Axis]:
+def lanes(mesh: Mesh, placement: Sequence[int]) -> dict[tuple[Kind, int, int], Axis]:
     """A group for every direction of messages of one kind between two ranks of a pipeline, by
-    (SEND_F or SEND_B, sender, receiver) on its axis; all called pp. Collective.
-
-    Args:
-        pipelines: the ranks of the world of every pipeline.
-    """
-    made: dict[tuple[Kind, int, int], Axis] = {}
-    forward = {(a, b) for a, b in pairwise(placement) if a != b}
-    keys = [(Kind.SEND_F, a, b) for a, b in sorted(forward)]
-    keys += [(Kind.SEND_B, b, a) for a, b in sorted(forward)]
-    for ranks in pipelines:
-        for kind, a, b in keys:
-            pair = sorted((ranks[a], ranks[b]))
-            group = dist.new_group(pair, group_desc="pp")
-            if rank in pair:
-                made[kind, a, b] = Axis("pp", tuple(pair), pair.index(rank), group)
-    return made
+    (SEND_F or SEND_B, sender, receiver) on its axis; all called pp. Collective."""
+    forward = sorted({(a, b) for a, b in pairwise(placement) if a != b})
+    keys = [(Kind.SEND_F, a, b) for a, b in forward] + [(Kind.SEND_B, b, a) for a, b in forward]
+    return {(kind, a, b): mesh.make_axis("pp", [sorted((ranks[a], ranks[b]))
+                                                for ranks in mesh.layout.groups("pp")])
+            for kind, a, b in keys}
 
 
 def _grad_of(x_TD: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ cannot be read from it.
 It speaks in frames on its standard input and output, 8 bytes of length and JSON:
 
     → {"work": "program" | "mathematics" | "reasoning_gym", "limits": {…}, "isolate": bool,
+       "folder": where jobs get folders of their own,
        "readable": [paths], "sys_path": [paths] or null for this program's own}
     ← {"problem": null or a sentence}
     → a job                              (again and again; the end of input ends the program)
@@ -137,7 +138,7 @@ def _send(message: Message) -> None:
 def _run(setup: Message, work: Work, job: Message) -> Message:
     """Forks, locks the child up, lets it work, and says how it ended and what it wrote."""
     limits = setup["limits"]
-    folder = tempfile.mkdtemp(prefix="kilter-")
+    folder = tempfile.mkdtemp(dir=setup["folder"])
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as given:
         given.write(job.get("stdin", "").encode(errors="replace"))

@@ -24,6 +24,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -170,13 +171,14 @@ class _Worker:
         # random hash seed: an answer's reward should not depend on the order of a set
         bare = work == "program"
         self._seconds = limits.seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="kilter-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             [sys.executable, *(["-S"] if bare else []), "-s", "-P", "-B", str(_SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
             cwd="/", start_new_session=True,
             env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LANG": "C.UTF-8",
                  "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-        setup = {"work": work, "isolate": isolation == "full",
+        setup = {"work": work, "isolate": isolation == "full", "folder": self._folder.name,
                  "sys_path": None if bare else [entry for entry in sys.path if entry],
                  "readable": [*_LIBRARIES, str(Path(sys.base_prefix) / "lib")], "limits": {
                      "seconds": limits.seconds, "output": limits.output_kb << 10,
@@ -210,6 +212,7 @@ class _Worker:
             if pipe is not None:
                 pipe.close()
         self._process.wait()
+        self._folder.cleanup()
 
     def _ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds

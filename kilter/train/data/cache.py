@@ -5,7 +5,8 @@ from memory-mapped arrays and knows all lengths in advance.
         contents/KEY                a file's sha256, by path, size and time of change
         KEY/                        of (the file's sha256, the tokeniser's fingerprint)
             00000.tokens.npy        uint16 or uint32 [tokens]
-            00000.targets.npy       bool [tokens]; only for conversations
+            00000.targets.npy       bool [tokens]; only for conversations and pairs
+            00000.pairs.npy         PAIR [documents]; only for pairs
             00000.documents.npy     DOCUMENT [documents]; written last: with it the part is whole
             00001. ...
             whole.json              written when all parts are
@@ -39,9 +40,12 @@ from kilter.train.data.sources import Record, read_records
 from kilter.train.data.tokenise import Document, Tokeniser
 
 # digest: of the tokens, so equal documents are known. first_target: index of the first token that
-# is a target and has one before it; the length if there is none.
+# is a target and has one before it; the length if there is none. Of a pair, the digest is of the
+# prompt.
 DOCUMENT = np.dtype([("start", "<i8"), ("length", "<i8"), ("first_target", "<i8"),
                      ("digest", "<u8")])
+# chosen: tokens of the chosen conversation, which comes first.
+PAIR = np.dtype([("chosen", "<i8"), ("margin", "<f8")])
 _VERSION = 1  # of what is below a KEY
 _PART = 1 << 24  # tokens after which a part ends
 _BATCH = 64  # records tokenised at a time; the tokenizer library lets go of the GIL
@@ -59,6 +63,9 @@ class CachedFile:
         tables = [np.load(folder / f"{part}{_DOCUMENTS}", allow_pickle=False)
                   for part in self._parts]
         self.documents = np.concatenate([np.empty(0, DOCUMENT), *tables])
+        pairs = [np.load(path, allow_pickle=False) for part in self._parts
+                 if (path := folder / f"{part}.pairs.npy").exists()]
+        self.pairs: np.ndarray | None = np.concatenate(pairs) if pairs else None  # as documents
         self._ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
         self._open: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
@@ -98,8 +105,9 @@ def cached_files(
     Raises DataError, with file and line, for what cannot be read or tokenised.
     """
     root.mkdir(parents=True, exist_ok=True)
-    prints = {chat: tokeniser.fingerprint(chat) for chat in {s.chat for s, _ in files}}
-    folders = [root / _key(source, path, prints[source.chat], root) for source, path in files]
+    prints = {chat: tokeniser.fingerprint(chat) for chat in {s.chat or s.pairs for s, _ in files}}
+    folders = [root / _key(source, path, prints[source.chat or source.pairs], root)
+               for source, path in files]
     missing = [(folder, *file) for folder, file in zip(folders, files, strict=True)
                if not (folder / _WHOLE).exists()]
     with progress("Tokenising", in_bytes=True) as update:
@@ -151,12 +159,15 @@ def _write_part(folder: Path, part: int, documents: list[Document], dtype: np.dt
     table["length"] = [len(document.tokens_N) for document in documents]
     table["start"] = np.cumsum(table["length"]) - table["length"]
     table["first_target"] = [_first_target(document) for document in documents]
-    table["digest"] = [_digest(document.tokens_N) for document in documents]
+    table["digest"] = [_digest(document.tokens_N[: first] if document.chosen else document.tokens_N)
+                       for document, first in zip(documents, table["first_target"], strict=True)]
     base = folder / f"{part:05d}"
     arrays = {".tokens.npy": np.concatenate([d.tokens_N for d in documents]).astype(dtype)}
     targets = [d.targets_N for d in documents if d.targets_N is not None]
     if targets:
         arrays[".targets.npy"] = np.concatenate(targets)
+    if any(document.chosen for document in documents):
+        arrays[".pairs.npy"] = np.array([(d.chosen, d.margin) for d in documents], PAIR)
     for suffix, array in {**arrays, _DOCUMENTS: table}.items():
         _replace(Path(f"{base}{suffix}"), partial(_save, array=array))
 
@@ -181,7 +192,7 @@ def _part_names(folder: Path) -> list[str]:
 def _key(source: SourceConfig, path: Path, fingerprint: str, root: Path) -> str:
     """The name of a file's folder: equal only for files that give the same documents."""
     facts = [_VERSION, _content(path, root), fingerprint, source.format_of(str(path)),
-             source.chat, source.column, source.separator]
+             source.chat, source.column, source.separator, *(["pairs"] if source.pairs else [])]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

@@ -24,6 +24,7 @@ class SourceConfig:
     format: "auto" goes by the suffix: .txt .md (text), .jsonl .ndjson (one JSON object per line),
         .parquet.
     chat: records are conversations (a list of messages) instead of text.
+    pairs: records are pairs of answers, one better than the other (`kilter.train.data.pairs`).
     field: where in a JSONL or Parquet record the text or the messages are; by default "text" or
         "messages". A conversation's "tools", where there are some, go to the chat template.
     separator: what stands between the documents of a text file, "\\n\\n" for instance; "" takes a
@@ -35,6 +36,7 @@ class SourceConfig:
     paths: tuple[str, ...]
     format: FileFormat = "auto"
     chat: bool = False
+    pairs: bool = False
     field: str = ""
     separator: str = ""
     weight: float = 1.0
@@ -52,10 +54,13 @@ class SourceConfig:
         if self.separator and formats != {"text"}:
             raise ValueError(f"The separator of the source {paths[0]} is for text files, but it "
                              f"has {' and '.join(sorted(formats))} files. Remove the separator.")
-        if (self.chat or self.field) and "text" in formats:
-            raise ValueError(f"The source {paths[0]} has plain text files, which have no "
-                             f"{'conversations' if self.chat else 'fields'}. Give JSONL or Parquet "
-                             f"files, or remove {'chat' if self.chat else 'field'}.")
+        if self.pairs and (self.chat or self.field):
+            raise ValueError(f"The source {paths[0]} has pairs, which are conversations in fields "
+                             f"of fixed names. Remove {'chat' if self.chat else 'field'}.")
+        for name, what in (("chat", "conversations"), ("pairs", "pairs"), ("field", "fields")):
+            if getattr(self, name) and "text" in formats:
+                raise ValueError(f"The source {paths[0]} has plain text files, which have no "
+                                 f"{what}. Give JSONL or Parquet files, or remove {name}.")
 
     @property
     def column(self) -> str:
@@ -100,7 +105,8 @@ class DataConfig:
     packing: several documents in a micro-batch, as many as fit. Otherwise one.
     lookahead: documents that packing chooses from.
     long_documents: a document longer than seq_len is split into pieces (each a sequence of its
-        own; no token is lost), truncated to its first seq_len tokens, or dropped.
+        own; no token is lost), truncated to its first seq_len tokens, or dropped. Pairs, both sides
+        together, can only be dropped.
     shuffle: a new order in every epoch, determined by the seed.
     bos, eos: a BOS before and an EOS after each text document; bos None does what the tokenizer
         does. A chat template writes its own.
@@ -138,6 +144,10 @@ class DataConfig:
         if self.eval_fraction and self.eval_sources:
             raise ValueError("The data has both an eval_fraction and eval_sources. Keep one: hold "
                              "out a share of the documents, or name files for it.")
+        pairs = [source for source in (*self.sources, *self.eval_sources) if source.pairs]
+        if pairs and self.long_documents != "drop":
+            raise ValueError(f"The data's long_documents is {self.long_documents!r}, but a pair "
+                             "that is cut is no comparison any more. Set it to \"drop\".")
         if any(source.weight != 1 for source in self.eval_sources):
             raise ValueError("An evaluation source has a weight, but evaluation reads each "
                              "document once. Remove the weight.")

@@ -41,11 +41,17 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One unit. tokens_N, labels_N: int64 [N], N ≤ seq_len; labels may be IGNORE."""
+    """One unit. tokens_N, labels_N: int64 [N], N ≤ seq_len; labels may be IGNORE.
+
+    chosen: of a pair, tokens of the chosen conversation; the rest is the rejected one. 0: no pair.
+    margin: of a pair.
+    """
 
     id: SampleId
     tokens_N: np.ndarray
     labels_N: np.ndarray
+    chosen: int = 0
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,13 @@ class Counts:
 
 
 class Corpus:
-    """All units of some sources, numbered per source from 0 in the order of files and records."""
+    """All units of some sources, numbered per source from 0 in the order of files and records.
 
-    def __init__(self, sources: Sequence[_Source]) -> None:
+    key: equal for corpora of the same units.
+    """
+
+    def __init__(self, sources: Sequence[_Source], key: str) -> None:
+        self.key = key
         self._sources = sources
         self.sizes = [int(source.first_unit_D1[-1]) for source in sources]
         self.counts = sum((source.counts for source in sources), Counts())
@@ -81,6 +91,10 @@ class Corpus:
             left = self._sources[number].length_D[document] - begin
             lengths_N[mine] = np.minimum(left, self._sources[number].seq_len)
         return lengths_N
+
+    def number(self, id: SampleId) -> int:
+        """The unit's number in a count through all sources."""
+        return sum(self.sizes[: id.source]) + self._sources[id.source].number(id)
 
     def read(self, source: int, unit: int) -> Sample:
         """One unit with its labels."""
@@ -150,6 +164,11 @@ class _Source:
         document = np.searchsorted(self.first_unit_D1, units_N, side="right") - 1
         return document, (units_N - self.first_unit_D1[document]) * self.seq_len
 
+    def number(self, id: SampleId) -> int:
+        """The unit that `read` gave this id."""
+        document = id.record + (int(self._ends[id.file - 1]) if id.file else 0)
+        return int(self.first_unit_D1[document]) + id.begin // self.seq_len
+
     def read(self, source: int, unit: int) -> Sample:
         document_1, begin_1 = self.place(np.array([unit]))
         document, begin = int(document_1[0]), int(begin_1[0])
@@ -161,7 +180,12 @@ class _Source:
         labels[: len(tokens) - 1] = tokens[1:]
         if targets is not None:
             labels[: len(tokens) - 1][~targets[1:]] = IGNORE
-        return Sample(SampleId(source, file, record, begin), inputs, labels)
+        id, pairs = SampleId(source, file, record, begin), self._files[file].pairs
+        if pairs is None:
+            return Sample(id, inputs, labels)
+        chosen = int(pairs["chosen"][record])
+        labels[chosen - 1] = IGNORE
+        return Sample(id, inputs, labels, chosen, float(pairs["margin"][record]))
 
     def _count(self, table_D: np.ndarray, chosen_D: np.ndarray, count_D: np.ndarray,
                config: DataConfig) -> Counts:
@@ -183,7 +207,10 @@ class _Source:
 
 def _corpus(files: Sequence[Sequence[CachedFile]], config: DataConfig, low: float, high: float
             ) -> Corpus:
-    return Corpus([_Source(of_source, config, low, high) for of_source in files])
+    facts = [[[file.key for file in of_source] for of_source in files], config.seq_len,
+             config.long_documents, low, high]
+    return Corpus([_Source(of_source, config, low, high) for of_source in files],
+                  hashlib.sha256(json.dumps(facts).encode()).hexdigest())
 
 
 def _share(digest_D: np.ndarray, low: float, high: float) -> np.ndarray:

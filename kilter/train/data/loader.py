@@ -185,21 +185,27 @@ def steps_of(data: Data, epochs: int, global_micro_batches: int) -> int:
 
 
 def evaluation_packs(data: Data, dp_rank: int = 0, dp: int = 1) -> Iterator[Pack]:
-    """This rank's packs of the held-out documents, each of which is in one pack of one rank.
+    """This rank's packs of the held-out documents: `corpus_packs`."""
+    if data.held_out is None:
+        return iter(())
+    return corpus_packs(data.held_out, data.config, dp_rank, dp)
+
+
+def corpus_packs(corpus: Corpus, config: DataConfig, dp_rank: int = 0, dp: int = 1
+                 ) -> Iterator[Pack]:
+    """This rank's packs of all documents, each of which is in one pack of one rank.
 
     All ranks get equally many packs, so that they can run the model together; where the packs do
     not divide, some get a blank one (no labels, no ids).
     """
     _check_rank(dp_rank, dp)
-    if data.held_out is None:
-        return
-    sizes = data.held_out.sizes
-    stream = PackStream(data.held_out, data.config, Order(sizes, [1.0] * len(sizes), False, 0))
+    sizes = corpus.sizes
+    stream = PackStream(corpus, config, Order(sizes, [1.0] * len(sizes), False, 0))
     while not stream.at_epoch_end:
         together = [stream.next()]
         while len(together) < dp and not stream.at_epoch_end:
             together.append(stream.next())
-        pack = _read(data.held_out, together[min(dp_rank, len(together) - 1)])
+        pack = _read(corpus, together[min(dp_rank, len(together) - 1)])
         yield pack if dp_rank < len(together) else pack.blank()
 
 

@@ -7,6 +7,8 @@
 
 Which documents share a pack is arithmetic over lengths: it begins with the one that has waited
 longest, then takes the longest that still fits of those in view, until none does.
+
+A pair is a document of two sequences, the chosen one and the rejected one, so it is in one pack.
 """
 
 from __future__ import annotations
@@ -33,17 +35,20 @@ class Pack:
     cu_seqlens_S1: Tensor  # int32 [S + 1]
     labels_T: Tensor  # int64 [T]
     ids: tuple[SampleId, ...]  # of the documents, in their order; none for padding
+    margins_P: Tensor | None = None  # float64 [P], of P pairs: sequences 2p and 2p + 1 each
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> Pack:
         """The samples, at least one, side by side."""
-        lengths = [len(sample.tokens_N) for sample in samples]
+        lengths = [n for s in samples for n in (s.chosen, len(s.tokens_N) - s.chosen) if n]
+        pairs = any(sample.chosen for sample in samples)
         return Pack(
             torch.from_numpy(np.concatenate([sample.tokens_N for sample in samples])),
             torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
             torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
             torch.from_numpy(np.concatenate([sample.labels_N for sample in samples])),
             tuple(sample.id for sample in samples),
+            torch.tensor([s.margin for s in samples], dtype=torch.float64) if pairs else None,
         )
 
     @property
@@ -57,7 +62,10 @@ class Pack:
 
     @cached_property
     def valid(self) -> int:
-        """How many tokens have a label."""
+        """What a step's loss is divided by: how many tokens have a label, or how many pairs there
+        are."""
+        if self.margins_P is not None:
+            return len(self.margins_P)
         return int((self.labels_T != IGNORE).sum())
 
     def batch(self, device: torch.device | str = "cpu") -> Batch:
@@ -83,13 +91,14 @@ class Pack:
             torch.cat([self.positions_T, torch.arange(missing, dtype=torch.int32)]),
             torch.cat([self.cu_seqlens_S1, torch.tensor([num_tokens], dtype=torch.int32)]),
             torch.cat([self.labels_T, torch.full((missing,), IGNORE, dtype=torch.int64)]),
-            self.ids,
+            self.ids, self.margins_P,
         )
 
     def blank(self) -> Pack:
         """The same tokens without a label or an id: work that counts for nothing, for a rank that
         must take part though it has nothing of its own."""
-        return replace(self, labels_T=torch.full_like(self.labels_T, IGNORE), ids=())
+        return replace(self, labels_T=torch.full_like(self.labels_T, IGNORE), ids=(),
+                       margins_P=None if self.margins_P is None else self.margins_P[:0])
 
 
 class Packer:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kilter.train.data.config import SourceConfig
 from kilter.train.data.errors import DataError
+from kilter.train.data.pairs import FIELDS, pair_of
 
 _BLOCK = 1 << 20  # bytes of a text file read at a time
 _ROWS = 256  # rows of a Parquet file read at a time
@@ -25,7 +26,8 @@ class Record:
     """One document as its file has it."""
 
     where: str  # for messages: the file and the line, row or document in it
-    value: str | dict[str, Any]  # text, or a conversation {"messages": [...], "tools": ...}
+    # text, a conversation {"messages": [...], "tools": ...}, or what `pairs.pair_of` gives
+    value: str | dict[str, Any]
     position: int  # bytes of the file read so far, about
 
 
@@ -123,10 +125,13 @@ def _read_parquet(source: SourceConfig, path: Path, skip: int) -> Iterator[Recor
     try:
         file = ParquetFile(path)
         names = file.schema_arrow.names
-        if source.column not in names:
+        if source.pairs:
+            wanted = [name for name in FIELDS if name in names]
+        elif source.column not in names:
             raise DataError(f"{path} has no column {source.column!r}; it has {', '.join(names)}. "
                             "Set the source's field to one of them.")
-        wanted = [source.column, *(["tools"] if source.chat and "tools" in names else [])]
+        else:
+            wanted = [source.column, *(["tools"] if source.chat and "tools" in names else [])]
         row = 0
         for batch in file.iter_batches(_ROWS, columns=wanted):
             if row + batch.num_rows <= skip:
@@ -145,6 +150,8 @@ def _read_parquet(source: SourceConfig, path: Path, skip: int) -> Iterator[Recor
 def _value(source: SourceConfig, content: Any, where: str) -> str | dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{where} must be a JSON object, but is of type {type(content).__name__}.")
+    if source.pairs:
+        return pair_of(content, where)
     if source.column not in content:
         raise DataError(f"{where} has no field {source.column!r}; it has "
                         f"{', '.join(map(repr, content)) or 'none'}. Set the source's field, or "

@@ -9,6 +9,9 @@ is said by the template's own `{% generation %}` marks, or found by rendering pr
 
 The turn is what the second adds to the first, without the white space after its end token, which
 is never generated.
+
+A pair: both conversations, one after the other, each up to its last target, as a rollout ends
+there. Turns that both have are the prompt's and no targets.
 """
 
 from __future__ import annotations
@@ -33,10 +36,26 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one record. targets_N: bool [N], or None where all are."""
+    """Tokens of one record. targets_N: bool [N], or None where all are.
+
+    chosen: of a pair, how many of the tokens are the chosen conversation, the rest being the
+        rejected one; 0: no pair.
+    margin: of a pair.
+    """
 
     tokens_N: np.ndarray
     targets_N: np.ndarray | None
+    chosen: int = 0
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as text. turns: the assistant's, in characters; marked: by the template."""
+
+    text: str
+    turns: Sequence[Span]
+    marked: bool
 
 
 class Tokeniser:
@@ -57,6 +76,8 @@ class Tokeniser:
         try:
             if isinstance(record.value, str):
                 return self._text(record.value)
+            if "chosen" in record.value:
+                return self._pair(record.value)
             return self._conversation(record.value["messages"], record.value["tools"])
         except ValueError as error:
             raise DataError(f"{record.where}: {error}") from error
@@ -84,6 +105,27 @@ class Tokeniser:
     def _conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> Document:
+        return self._masked(self._rendered(messages, tools))
+
+    def _pair(self, value: Mapping[str, Any]) -> Document:
+        both = [self._rendered(value[side], value["tools"]) for side in ("chosen", "rejected")]
+        shared = _shared_turns(*both)
+        sides = []
+        for name, text in zip(("chosen", "rejected"), both, strict=True):
+            document = self._masked(_Rendered(text.text, text.turns[shared:], text.marked))
+            assert document.targets_N is not None
+            found = np.flatnonzero(document.targets_N[1:])
+            if not len(found):
+                raise DataError(f"The {name} answer has no token of the assistant, so there is "
+                                "nothing to compare. Remove the record, or correct its roles.")
+            end = int(found[-1]) + 2
+            sides.append((document.tokens_N[:end], document.targets_N[:end]))
+        tokens, targets = (np.concatenate(parts) for parts in zip(*sides, strict=True))
+        return Document(tokens, targets, len(sides[0][0]), value["margin"])
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> _Rendered:
         template = self._own_template or self.tokenizer.chat_template(tools)
         text, spans = template.render_with_spans(messages, tools, **self._chat.variables)
         marked = bool(spans)
@@ -91,11 +133,14 @@ class Tokeniser:
             spans = _turns_by_prefix(template, text, messages, tools, self._chat)
         elif self._chat.turns == "last":
             spans = spans[-1:]
-        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        return _Rendered(text, spans, marked)
+
+    def _masked(self, rendered: _Rendered) -> Document:
+        ids, offsets = self.tokenizer.encode_with_offsets(rendered.text)
         targets_N = np.zeros(len(ids), bool)
-        for span in spans:
+        for span in rendered.turns:
             begin, end = _tokens_of(span, offsets)
-            targets_N[begin : end if marked else self._trimmed(ids, begin, end)] = True
+            targets_N[begin : end if rendered.marked else self._trimmed(ids, begin, end)] = True
         return Document(np.array(ids, self.dtype), targets_N)
 
     def _trimmed(self, ids: Sequence[int], begin: int, end: int) -> int:
@@ -116,6 +161,16 @@ class Tokeniser:
             raise DataError(f"The chat template {self._chat.template} cannot be read: "
                             f"{error.strerror or error}.") from error
         return ChatTemplate(source, self.tokenizer.special_tokens)
+
+
+def _shared_turns(one: _Rendered, other: _Rendered) -> int:
+    """How many turns two conversations have in common from their beginning."""
+    count = 0
+    for a, b in zip(one.turns, other.turns, strict=False):
+        if a != b or one.text[: a[1]] != other.text[: b[1]]:
+            break
+        count += 1
+    return count
 
 
 def _ends(tokenizer: Tokenizer, config: DataConfig) -> tuple[list[int], list[int]]:

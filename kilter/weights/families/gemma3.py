@@ -104,4 +104,5 @@ def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
             config.rope_from(scaled, config.number("rope_theta", GLOBAL_THETA)))
 
 
-FAMILY = Family(ARCHITECTURE, "Gemma3TextForSequenceClassification", "gemma3_text", to_spec, to_config)
+FAMILY = Family(ARCHITECTURE, "Gemma3TextForSequenceClassification", "gemma3_text", to_spec,
+                to_config)

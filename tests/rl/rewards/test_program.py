@@ -212,8 +212,13 @@ def test_useful_things_work(jails: Jails) -> None:
                        "t.start()\nt.join()") == "7"
     assert said(jails, "import collections, decimal, heapq, hashlib, random, re, secrets, sqlite3,"
                        "datetime, itertools\nprint(__name__)") == "__main__"
-    assert said(jails, "print(sorted(set('kilter')), hash('a'))") == said(
-        jails, "print(sorted(set('kilter')), hash('a'))")  # the same in every process
+
+
+def test_a_program_does_the_same_in_every_process() -> None:
+    pools = [Jails("program", Limits(seconds=20.0), 1) for _ in range(2)]
+    assert len({said(pool, "print(set('kilter'), hash('a'))") for pool in pools}) == 1
+    for pool in pools:
+        pool.close()
 
 
 def test_many_at_once_and_from_a_thread(jails: Jails) -> None:
@@ -227,7 +232,8 @@ def test_many_at_once_and_from_a_thread(jails: Jails) -> None:
 
 
 def test_a_worker_that_dies_is_replaced(jails: Jails) -> None:
-    script(jails, "print(1)")
+    jails.run([{"program": "import time\ntime.sleep(0.5)", "stdin": ""}] * 2)
+    assert len(jails._idle) == 2
     for worker in jails._idle:
         worker._process.kill()
         worker._process.wait()

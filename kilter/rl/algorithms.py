@@ -1,0 +1,340 @@
+"""The algorithms: each is a choice of advantage, policy loss and aggregation, and a few numbers.
+
+    name                   advantage              loss        aggregation
+    ppo                    gae (a critic)         ppo         token_mean                1707.06347
+    grpo                   grpo                   ppo         seq_mean_token_mean       2402.03300
+    dr_grpo                dr_grpo                ppo         seq_mean_token_sum_norm   2503.20783
+    rloo                   rloo                   reinforce   seq_mean_token_sum        2402.14740
+    reinforce_pp           reinforce_pp           ppo         token_mean                2501.03262
+    reinforce_pp_baseline  reinforce_pp_baseline  ppo         token_mean
+    dapo                   grpo                   ppo         token_mean                2503.14476
+    gspo                   grpo                   gspo        seq_mean_token_mean       2507.18071
+    cispo                  grpo                   cispo       token_mean                2506.13585
+    online_dpo             best and worst of a prompt's samples, dpo                    2402.04792
+
+A run may change any of it (`RecipeConfig`). What is computed is in `kilter.rl.advantages`,
+`policy_loss`, `aggregation`, `kl` and `off_policy`; here it is put together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kilter.rl import advantages
+from kilter.rl.aggregation import Aggregation
+from kilter.rl.experience import Experience
+from kilter.rl.kl import AdaptiveKL, Estimator, FixedKL, kl_values
+from kilter.rl.masks import to_tokens
+from kilter.rl.off_policy import banded_weights, geometric_weights, truncated_weights
+from kilter.rl.policy_loss import PolicyLoss, check_bounds, cispo, gspo, ppo, reinforce
+from kilter.rl.shaping import missing_eos_penalty, overlong_penalty
+
+Advantage = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
+                    "none"]
+Loss = Literal["ppo", "gspo", "cispo", "reinforce", "dpo"]
+KLPlace = Literal["none", "reward", "loss"]
+Correction = Literal["none", "tis", "mis", "icepop", "geometric"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that an algorithm is.
+
+    Attributes:
+        advantage, loss, aggregation: see the table above.
+        norm_length: the constant of ``seq_mean_token_sum_norm``; 0: rollout.max_tokens.
+        eps_low, eps_high: the clip of the ratio.
+        dual_clip: the most a ratio counts for with a negative advantage; 0: no such bound.
+        gamma, lam: of returns and of GAE.
+        std_ddof: of grpo's standard deviation.
+        whiten: whether GAE's advantages are whitened over the step.
+        value_clip, value_weight: of the critic's loss; a clip of 0 is none.
+        kl: where the divergence from the reference counts: in the ``reward`` of each token, in the
+            ``loss``, or nowhere.
+        kl_beta: its weight; kl_estimator: k1, k2 or k3 (docs/rl-losses.md says what their
+            gradients are).
+        kl_target, kl_horizon: a target above 0 makes the weight follow it (in nats per sequence).
+        entropy: weight of the entropy bonus.
+        dynamic: prompts whose samples all have the same reward are replaced, in at most
+            ``dynamic_rounds`` rounds of sampling.
+        overlong: tokens before max_tokens from which on answers are punished; 0: not at all.
+        missing_eos: what an answer that was cut off loses.
+        correction: of data that older weights sampled: its importance weights, bounded by
+            ``correction_low`` and ``correction_high``.
+        beta, dpo_loss: of DPO.
+    """
+
+    advantage: Advantage
+    loss: Loss
+    aggregation: Aggregation
+    norm_length: int = 0
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    dual_clip: float = 0.0
+    gamma: float = 1.0
+    lam: float = 0.95
+    std_ddof: int = 1
+    whiten: bool = True
+    value_clip: float = 0.2
+    value_weight: float = 1.0
+    kl: KLPlace = "none"
+    kl_beta: float = 0.0
+    kl_estimator: Estimator = "k3"
+    kl_target: float = 0.0
+    kl_horizon: int = 10_000
+    entropy: float = 0.0
+    dynamic: bool = False
+    dynamic_rounds: int = 4
+    overlong: int = 0
+    missing_eos: float = 0.0
+    correction: Correction = "none"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    beta: float = 0.1
+    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, kind in (("advantage", Advantage), ("loss", Loss), ("aggregation", Aggregation),
+                           ("kl", KLPlace), ("kl_estimator", Estimator),
+                           ("correction", Correction)):
+            if getattr(self, name) not in get_args(kind):
+                problems.append(f"{name} is {getattr(self, name)!r} but must be one of "
+                                f"{', '.join(get_args(kind))}")
+        if (self.kl == "none") != (self.kl_beta == 0.0):
+            problems.append(f"kl is {self.kl!r} and kl_beta {self.kl_beta}; set both or neither")
+        if self.kl_target and self.kl != "reward":
+            problems.append("kl_target leads the weight of the penalty in the reward; set kl to "
+                            "\"reward\", or kl_target to 0")
+        if (self.loss == "dpo") != (self.advantage == "none"):
+            problems.append(f"loss {self.loss!r} does not go with advantage {self.advantage!r}: "
+                            "dpo, and no other, has none")
+        if self.loss == "dpo" and (self.kl != "none" or self.entropy or
+                                   self.correction != "none"):
+            problems.append("dpo has its reference in the loss: leave kl, entropy and correction "
+                            "alone")
+        if self.kl == "reward" and self.advantage not in ("gae", "reinforce_pp"):
+            problems.append(f"kl is \"reward\", which is a reward of each token, but the advantage "
+                            f"{self.advantage} is of whole sequences; set kl to \"loss\"")
+        for name in ("value_clip", "value_weight", "kl_beta", "kl_target", "overlong",
+                     "missing_eos", "norm_length"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)} but must not be negative")
+        if self.dynamic_rounds < 1 or self.beta <= 0.0:
+            problems.append(f"dynamic_rounds is {self.dynamic_rounds} and beta {self.beta}, but "
+                            "both must be positive")
+        if not 0.0 <= self.gamma <= 1.0 or not 0.0 <= self.lam <= 1.0:
+            problems.append(f"gamma is {self.gamma} and lam {self.lam}, but both are from 0 to 1")
+        try:
+            check_bounds(self.eps_low, self.eps_high)
+            self.kl_controller()
+        except ValueError as error:
+            problems.append(str(error).rstrip("."))
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+    @property
+    def critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def groups(self) -> bool:
+        """Whether the samples of a prompt are compared."""
+        return self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "none")
+
+    @property
+    def reference(self) -> bool:
+        return self.kl != "none" or self.loss == "dpo"
+
+    def kl_controller(self) -> FixedKL | AdaptiveKL:
+        if self.kl_target:
+            return AdaptiveKL(self.kl_beta, self.kl_target, self.kl_horizon)
+        return FixedKL(self.kl_beta)
+
+
+ALGORITHMS: dict[str, Recipe] = {
+    "ppo": Recipe("gae", "ppo", "token_mean"),
+    "grpo": Recipe("grpo", "ppo", "seq_mean_token_mean"),
+    "dr_grpo": Recipe("dr_grpo", "ppo", "seq_mean_token_sum_norm"),
+    "rloo": Recipe("rloo", "reinforce", "seq_mean_token_sum"),
+    "reinforce_pp": Recipe("reinforce_pp", "ppo", "token_mean"),
+    "reinforce_pp_baseline": Recipe("reinforce_pp_baseline", "ppo", "token_mean"),
+    "dapo": Recipe("grpo", "ppo", "token_mean", eps_high=0.28, dynamic=True),
+    "gspo": Recipe("grpo", "gspo", "seq_mean_token_mean", eps_low=3e-4, eps_high=4e-4),
+    "cispo": Recipe("grpo", "cispo", "token_mean", eps_low=1.0, eps_high=4.0),
+    "online_dpo": Recipe("none", "dpo", "seq_mean_token_sum"),
+}
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """What a run changes of its algorithm: the fields of `Recipe`, where they are given."""
+
+    advantage: str | None = None
+    loss: str | None = None
+    aggregation: str | None = None
+    norm_length: int | None = None
+    eps_low: float | None = None
+    eps_high: float | None = None
+    dual_clip: float | None = None
+    gamma: float | None = None
+    lam: float | None = None
+    std_ddof: int | None = None
+    whiten: bool | None = None
+    value_clip: float | None = None
+    value_weight: float | None = None
+    kl: str | None = None
+    kl_beta: float | None = None
+    kl_estimator: str | None = None
+    kl_target: float | None = None
+    kl_horizon: int | None = None
+    entropy: float | None = None
+    dynamic: bool | None = None
+    dynamic_rounds: int | None = None
+    overlong: int | None = None
+    missing_eos: float | None = None
+    correction: str | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+    beta: float | None = None
+    dpo_loss: str | None = None
+
+    def over(self, algorithm: str, max_tokens: int) -> Recipe:
+        """Raises ValueError for what does not go together."""
+        given: dict[str, Any] = {f.name: value for f in fields(self)
+                                 if (value := getattr(self, f.name)) is not None}
+        recipe = replace(ALGORITHMS[algorithm], **given)
+        if recipe.aggregation == "seq_mean_token_sum_norm":
+            return replace(recipe, norm_length=recipe.norm_length or max_tokens)
+        if given.get("norm_length"):
+            raise ValueError(f"norm_length is {recipe.norm_length}, but the aggregation "
+                             f"{recipe.aggregation} has no constant length.")
+        return recipe
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """An experience made ready to learn from; all of T tokens, standing at the token they are
+    about, and the same on all ranks.
+
+    Attributes:
+        mask_T: which tokens are learned from.
+        old_T: log-probabilities that ratios are taken against; NaN where the mask is False.
+        advantages_T: with `returns_T` of a critic's, and the values it had.
+        weights_T: importance weights of tokens that older weights sampled, where they are
+            corrected for.
+        ref_T: the reference's log-probabilities, where it counts.
+    """
+
+    experience: Experience
+    mask_T: Tensor
+    old_T: Tensor
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+    values_T: Tensor | None = None
+    weights_T: Tensor | None = None
+    ref_T: Tensor | None = None
+
+
+def shaped_rewards(recipe: Recipe, experience: Experience, reward_S: Tensor, max_tokens: int
+                   ) -> Tensor:
+    """[S]: the rewards after the rules about length and ends."""
+    counts_S = torch.bincount(experience.sequence_T[experience.is_action_T],
+                              minlength=experience.num_seqs)
+    if recipe.overlong:
+        reward_S = reward_S + overlong_penalty(counts_S, max_length=max_tokens,
+                                               cache=recipe.overlong)
+    if recipe.missing_eos:
+        ended_S = torch.tensor([finish == "stop" for finish in experience.finish])
+        reward_S = missing_eos_penalty(reward_S, ended_S=ended_S, penalty=recipe.missing_eos)
+    return reward_S
+
+
+def make_lesson(recipe: Recipe, experience: Experience, reward_S: Tensor, *, kl_beta: float,
+                ref_T: Tensor | None = None, values_T: Tensor | None = None,
+                bootstrap_S: Tensor | None = None, now_T: Tensor | None = None) -> Lesson:
+    """From rewards to advantages.
+
+    Args:
+        reward_S: float32 [S], after `shaped_rewards`.
+        kl_beta: the present weight of the divergence.
+        ref_T: the reference's log-probabilities at actions.
+        values_T, bootstrap_S: the critic's, at actions, and of the state after a sequence that a
+            limit cut off.
+        now_T: the trainer's log-probabilities before the step, where the data is older than its
+            weights and that is corrected for; without, the behaviour's are the old ones.
+    """
+    mask_T = experience.is_action_T & experience.complete_S[experience.sequence_T]
+    sequence_T, seqs = experience.sequence_T, experience.num_seqs
+    groups = {"reward_S": reward_S, "group_S": experience.group_S,
+              "valid_S": experience.complete_S}
+    where = {"mask_T": mask_T, "sequence_T": sequence_T}
+    kl_T = None
+    if recipe.kl == "reward":
+        assert ref_T is not None
+        kl_T = kl_values(recipe.kl_estimator, logprobs_T=experience.logprobs_T,
+                         ref_logprobs_T=ref_T, mask_T=mask_T)
+    returns_T = None
+    if recipe.advantage in ("gae", "reinforce_pp"):
+        rewards_T = advantages.token_rewards(reward_S=reward_S, kl_T=kl_T,
+                                             beta=kl_beta if kl_T is not None else 0.0, **where)
+    if recipe.advantage == "gae":
+        assert values_T is not None and bootstrap_S is not None
+        advantages_T, returns_T = advantages.gae(
+            rewards_T=rewards_T, values_T=values_T, bootstrap_S=bootstrap_S, gamma=recipe.gamma,
+            lam=recipe.lam, **where)
+        if recipe.whiten:
+            advantages_T = advantages.whiten(
+                advantages_T, mask_T=mask_T,
+                moments=advantages.moments(advantages_T, mask_T=mask_T))
+    elif recipe.advantage == "reinforce_pp":
+        advantages_T = advantages.reinforce_pp(rewards_T=rewards_T, num_seqs=seqs,
+                                               gamma=recipe.gamma, **where)
+    elif recipe.advantage == "reinforce_pp_baseline":
+        advantages_T = advantages.reinforce_pp_baseline(**groups, **where)
+    elif recipe.advantage == "none":
+        advantages_T = torch.zeros(experience.num_tokens)
+    else:
+        if recipe.advantage == "grpo":
+            advantage_S = advantages.grpo(ddof=recipe.std_ddof, **groups)
+        elif recipe.advantage == "dr_grpo":
+            advantage_S = advantages.dr_grpo(**groups)
+        else:
+            advantage_S = advantages.rloo(**groups)
+        advantages_T = to_tokens(advantage_S, **where)
+    old_T, weights_T = experience.logprobs_T, None
+    if recipe.correction != "none":
+        assert now_T is not None
+        old_T = now_T
+        weights_T = _importance(recipe, now_T, experience, mask_T)
+    return Lesson(experience, mask_T, old_T, advantages_T, returns_T, values_T, weights_T, ref_T)
+
+
+def policy_losses(recipe: Recipe, *, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
+                  mask_T: Tensor, sequence_T: Tensor, num_seqs: int) -> PolicyLoss:
+    """The recipe's loss per token."""
+    given = {"logprobs_T": logprobs_T, "old_logprobs_T": old_T, "advantages_T": advantages_T,
+             "mask_T": mask_T}
+    clip = {"eps_low": recipe.eps_low, "eps_high": recipe.eps_high}
+    if recipe.loss == "ppo":
+        return ppo(**given, **clip, dual_clip=recipe.dual_clip or None)
+    if recipe.loss == "gspo":
+        return gspo(**given, **clip, sequence_T=sequence_T, num_seqs=num_seqs)
+    if recipe.loss == "cispo":
+        return cispo(**given, **clip)
+    return reinforce(**given)
+
+
+def _importance(recipe: Recipe, now_T: Tensor, experience: Experience, mask_T: Tensor) -> Tensor:
+    given = {"old_logprobs_T": now_T, "behaviour_T": experience.logprobs_T, "mask_T": mask_T}
+    low, high = recipe.correction_low, recipe.correction_high
+    if recipe.correction == "tis":
+        return truncated_weights(**given, cap=high)
+    if recipe.correction == "geometric":
+        return geometric_weights(**given, low=low, high=high, sequence_T=experience.sequence_T,
+                                 num_seqs=experience.num_seqs)
+    return banded_weights(**given, low=low, high=high)

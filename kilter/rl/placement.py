@@ -1,0 +1,64 @@
+"""Which ranks do what: every role has a run of consecutive ranks, and may share the actor's.
+
+    colocated (default)     0 1 2 3                       actor, rollout, critic, reference, ...
+    rollout = 2             0 1 2 3 | 4 5                 actor ... | rollout
+    rollout 2, critic 1     0 1 2 3 | 4 5 | 6             actor ... | rollout | critic
+
+The loop is the same for all of them: a role's ranks do its work, and the others hear of the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kilter.rl.algorithms import Recipe
+
+# In the order of their ranks, after the actor's.
+ROLES = ("rollout", "critic", "reference", "reward_model")
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """How many ranks of its own each role has; 0: it shares the actor's.
+
+    Attributes:
+        rollout, critic, reference, reward_model: ranks.
+        ray: the ranks are actors of a Ray cluster (extra ``ray``), spread over its machines.
+        max_staleness: how many versions of the weights older than the trainer's a token that is
+            learned from may be. Above 0 rollouts go on while the trainer learns, which needs
+            ``ray`` and ranks of their own.
+    """
+
+    rollout: int = 0
+    critic: int = 0
+    reference: int = 0
+    reward_model: int = 0
+    ray: bool = False
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [f"{role} is {getattr(self, role)} but must not be negative"
+                    for role in (*ROLES, "max_staleness") if getattr(self, role) < 0]
+        if self.max_staleness and not (self.ray and self.rollout):
+            problems.append(f"max_staleness is {self.max_staleness}, but rollouts only go on while "
+                            "the trainer learns where they are actors of Ray with ranks of their "
+                            "own; set ray = true and rollout, or max_staleness = 0")
+        if problems:
+            raise ValueError(f"Roles cannot be placed so: {'; '.join(problems)}.")
+
+    def ranks_of(self, role: str, actor: int) -> range:
+        """A role's ranks, where the actor has the first so many."""
+        if role == "actor" or not getattr(self, role):
+            return range(actor)
+        start = actor + sum(getattr(self, other) for other in ROLES[:ROLES.index(role)])
+        return range(start, start + getattr(self, role))
+
+    def world(self, actor: int) -> int:
+        return actor + sum(getattr(self, role) for role in ROLES)
+
+    def problems(self, recipe: Recipe, reward_model: bool) -> list[str]:
+        """Roles that have ranks but nothing to do."""
+        needed = {"rollout": True, "critic": recipe.critic, "reference": recipe.reference,
+                  "reward_model": reward_model}
+        return [f"placement.{role} is {getattr(self, role)}, but this run has no {role}; set it "
+                "to 0" for role in ROLES if getattr(self, role) and not needed[role]]
