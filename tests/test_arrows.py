@@ -40,12 +40,14 @@ ARROWS: dict[str, set[str]] = {
 # What kilter/ may import beside the standard library; transformers and gguf are test oracles, so
 # they are not here. Three packages need not be installed, and only one place each may ask for them.
 OUTSIDE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich", "triton",
-           "huggingface_hub", "llguidance", "fastapi", "starlette", "uvicorn", "httptools", "pydantic",
-           "prometheus_client", "pyarrow", "tensorboard"}
+           "huggingface_hub", "llguidance", "fastapi", "starlette", "uvicorn", "httptools",
+           "pydantic", "prometheus_client", "pyarrow", "tensorboard", "math_verify",
+           "reasoning_gym", "ray"}
 ONLY_IN = {"triton": "ops/cuda/", "huggingface_hub": "weights/pull.py",
            "llguidance": "serve/", "fastapi": "serve/server/", "starlette": "serve/server/",
            "uvicorn": "", "pydantic": "serve/server/", "prometheus_client": "serve/server/",
-           "pyarrow": "train/data/sources.py", "tensorboard": "train/"}
+           "pyarrow": "train/data/sources.py", "tensorboard": "train/",
+           "math_verify": "rl/rewards/jail.py", "reasoning_gym": "rl/", "ray": "rl/"}
 # These run before it is known what a command needs: nothing heavy at module level.
 INSTANT = ("__init__.py", "__main__.py", "cli.py", "verbs/", "report/")
 

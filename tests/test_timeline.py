@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench import pipelines
 from kilter.parallel.pipeline.generators import NAMES
+from kilter.parallel.pipeline.simulate import FORMULAS
 from kilter.report.timeline import _PALETTE, Span, _shade, html, perfetto, svg
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -134,4 +135,8 @@ def test_documented_drawings_and_traces_are_what_the_code_says(name: str) -> Non
 
 
 def test_documented_table_is_what_the_code_says() -> None:
-    assert pipelines.section() in (pipelines.DOCS / "pipelines.md").read_text()
+    page = (pipelines.DOCS / "pipelines.md").read_text()
+    assert pipelines.section() in page
+    for name, formula in FORMULAS.items():
+        assert any(line.startswith(f"| `{name}` | {formula.text}") and
+                   formula.holds.replace("always", "all") in line for line in page.splitlines())

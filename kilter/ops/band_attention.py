@@ -3,8 +3,9 @@
 A rank has some rows of a pack and meets the keys of others a part at a time. `band_attention` gives
 a part's result with its log-sum-exp, `merge_` joins two parts, and `band_attention_grad` gives a
 part's gradients once the log-sum-exp of the whole is known. The compiled kernels are deterministic
-whatever the threads, and a row's result depends on nothing but the row and its runs; results agree
-with `kilter.ops.attention` within rounding, not in every bit.
+whatever the threads, and a row's result depends on nothing but the row and its runs. On a causal
+pack the results are those of `kilter.ops.attention` within rounding; the gradients, given its
+results, are its gradients bit for bit.
 """
 
 from __future__ import annotations

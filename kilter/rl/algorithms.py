@@ -18,7 +18,9 @@ A run may change any of it (`RecipeConfig`). What is computed is in `kilter.rl.a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,8 +57,8 @@ class Recipe:
         value_clip, value_weight: of the critic's loss; a clip of 0 is none.
         kl: where the divergence from the reference counts: in the ``reward`` of each token, in the
             ``loss``, or nowhere.
-        kl_beta: its weight; kl_estimator: k1, k2 or k3 (docs/rl-losses.md says what their
-            gradients are).
+        kl_beta: its weight; kl_estimator: k1, k2 or k3, unless a run says so k1 in the reward and
+            k2 in the loss, whose gradient is the divergence's (docs/rl-losses.md).
         kl_target, kl_horizon: a target above 0 makes the weight follow it (in nats per sequence).
         entropy: weight of the entropy bonus.
         dynamic: prompts whose samples all have the same reward are replaced, in at most
@@ -83,7 +85,7 @@ class Recipe:
     value_weight: float = 1.0
     kl: KLPlace = "none"
     kl_beta: float = 0.0
-    kl_estimator: Estimator = "k3"
+    kl_estimator: Estimator = "k2"
     kl_target: float = 0.0
     kl_horizon: int = 10_000
     entropy: float = 0.0
@@ -107,6 +109,9 @@ class Recipe:
                                 f"{', '.join(get_args(kind))}")
         if (self.kl == "none") != (self.kl_beta == 0.0):
             problems.append(f"kl is {self.kl!r} and kl_beta {self.kl_beta}; set both or neither")
+        if self.kl == "loss" and self.kl_estimator == "k1":
+            problems.append("k1 as a loss has the expected gradient 0 and does nothing; set "
+                            "kl_estimator to k2 or k3, or kl to \"reward\"")
         if self.kl_target and self.kl != "reward":
             problems.append("kl_target leads the weight of the penalty in the reward; set kl to "
                             "\"reward\", or kl_target to 0")
@@ -207,6 +212,8 @@ class RecipeConfig:
         """Raises ValueError for what does not go together."""
         given: dict[str, Any] = {f.name: value for f in fields(self)
                                  if (value := getattr(self, f.name)) is not None}
+        if given.get("kl") == "reward":
+            given.setdefault("kl_estimator", "k1")
         recipe = replace(ALGORITHMS[algorithm], **given)
         if recipe.aggregation == "seq_mean_token_sum_norm":
             return replace(recipe, norm_length=recipe.norm_length or max_tokens)
@@ -269,43 +276,14 @@ def make_lesson(recipe: Recipe, experience: Experience, reward_S: Tensor, *, kl_
             weights and that is corrected for; without, the behaviour's are the old ones.
     """
     mask_T = experience.is_action_T & experience.complete_S[experience.sequence_T]
-    sequence_T, seqs = experience.sequence_T, experience.num_seqs
-    groups = {"reward_S": reward_S, "group_S": experience.group_S,
-              "valid_S": experience.complete_S}
-    where = {"mask_T": mask_T, "sequence_T": sequence_T}
-    kl_T = None
-    if recipe.kl == "reward":
-        assert ref_T is not None
-        kl_T = kl_values(recipe.kl_estimator, logprobs_T=experience.logprobs_T,
-                         ref_logprobs_T=ref_T, mask_T=mask_T)
     returns_T = None
-    if recipe.advantage in ("gae", "reinforce_pp"):
-        rewards_T = advantages.token_rewards(reward_S=reward_S, kl_T=kl_T,
-                                             beta=kl_beta if kl_T is not None else 0.0, **where)
-    if recipe.advantage == "gae":
-        assert values_T is not None and bootstrap_S is not None
-        advantages_T, returns_T = advantages.gae(
-            rewards_T=rewards_T, values_T=values_T, bootstrap_S=bootstrap_S, gamma=recipe.gamma,
-            lam=recipe.lam, **where)
-        if recipe.whiten:
-            advantages_T = advantages.whiten(
-                advantages_T, mask_T=mask_T,
-                moments=advantages.moments(advantages_T, mask_T=mask_T))
-    elif recipe.advantage == "reinforce_pp":
-        advantages_T = advantages.reinforce_pp(rewards_T=rewards_T, num_seqs=seqs,
-                                               gamma=recipe.gamma, **where)
-    elif recipe.advantage == "reinforce_pp_baseline":
-        advantages_T = advantages.reinforce_pp_baseline(**groups, **where)
-    elif recipe.advantage == "none":
+    if recipe.advantage == "none":
         advantages_T = torch.zeros(experience.num_tokens)
+    elif recipe.advantage in ("gae", "reinforce_pp"):
+        advantages_T, returns_T = _of_tokens(recipe, experience, mask_T, reward_S, kl_beta, ref_T,
+                                             values_T, bootstrap_S)
     else:
-        if recipe.advantage == "grpo":
-            advantage_S = advantages.grpo(ddof=recipe.std_ddof, **groups)
-        elif recipe.advantage == "dr_grpo":
-            advantage_S = advantages.dr_grpo(**groups)
-        else:
-            advantage_S = advantages.rloo(**groups)
-        advantages_T = to_tokens(advantage_S, **where)
+        advantages_T = _of_groups(recipe, experience, mask_T, reward_S)
     old_T, weights_T = experience.logprobs_T, None
     if recipe.correction != "none":
         assert now_T is not None
@@ -314,27 +292,75 @@ def make_lesson(recipe: Recipe, experience: Experience, reward_S: Tensor, *, kl_
     return Lesson(experience, mask_T, old_T, advantages_T, returns_T, values_T, weights_T, ref_T)
 
 
+def _of_tokens(recipe: Recipe, experience: Experience, mask_T: Tensor, reward_S: Tensor,
+               kl_beta: float, ref_T: Tensor | None, values_T: Tensor | None,
+               bootstrap_S: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(advantages, returns of a critic): from rewards of tokens."""
+    sequence_T, kl_T = experience.sequence_T, None
+    if recipe.kl == "reward":
+        assert ref_T is not None
+        kl_T = kl_values(recipe.kl_estimator, logprobs_T=experience.logprobs_T,
+                         ref_logprobs_T=ref_T, mask_T=mask_T)
+    rewards_T = advantages.token_rewards(reward_S=reward_S, mask_T=mask_T, sequence_T=sequence_T,
+                                         kl_T=kl_T, beta=0.0 if kl_T is None else kl_beta)
+    if recipe.advantage == "reinforce_pp":
+        return advantages.reinforce_pp(rewards_T=rewards_T, mask_T=mask_T, sequence_T=sequence_T,
+                                       num_seqs=experience.num_seqs, gamma=recipe.gamma), None
+    assert values_T is not None and bootstrap_S is not None
+    advantages_T, returns_T = advantages.gae(
+        rewards_T=rewards_T, values_T=values_T, bootstrap_S=bootstrap_S, mask_T=mask_T,
+        sequence_T=sequence_T, gamma=recipe.gamma, lam=recipe.lam)
+    if recipe.whiten:
+        advantages_T = advantages.whiten(advantages_T, mask_T=mask_T,
+                                         moments=advantages.moments(advantages_T, mask_T=mask_T))
+    return advantages_T, returns_T
+
+
+def _of_groups(recipe: Recipe, experience: Experience, mask_T: Tensor, reward_S: Tensor) -> Tensor:
+    """Advantages from rewards of a prompt's samples."""
+    group_S, valid_S, sequence_T = (experience.group_S, experience.complete_S,
+                                    experience.sequence_T)
+    if recipe.advantage == "reinforce_pp_baseline":
+        return advantages.reinforce_pp_baseline(
+            reward_S=reward_S, group_S=group_S, valid_S=valid_S, mask_T=mask_T,
+            sequence_T=sequence_T)
+    if recipe.advantage == "grpo":
+        advantage_S = advantages.grpo(reward_S=reward_S, group_S=group_S, valid_S=valid_S,
+                                      ddof=recipe.std_ddof)
+    else:
+        function = advantages.dr_grpo if recipe.advantage == "dr_grpo" else advantages.rloo
+        advantage_S = function(reward_S=reward_S, group_S=group_S, valid_S=valid_S)
+    return to_tokens(advantage_S, mask_T=mask_T, sequence_T=sequence_T)
+
+
 def policy_losses(recipe: Recipe, *, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
                   mask_T: Tensor, sequence_T: Tensor, num_seqs: int) -> PolicyLoss:
     """The recipe's loss per token."""
-    given = {"logprobs_T": logprobs_T, "old_logprobs_T": old_T, "advantages_T": advantages_T,
-             "mask_T": mask_T}
-    clip = {"eps_low": recipe.eps_low, "eps_high": recipe.eps_high}
+    given = partial(_KINDS[recipe.loss], logprobs_T=logprobs_T, old_logprobs_T=old_T,
+                    advantages_T=advantages_T, mask_T=mask_T)
+    if recipe.loss == "reinforce":
+        return given()
+    clipped = partial(given, eps_low=recipe.eps_low, eps_high=recipe.eps_high)
     if recipe.loss == "ppo":
-        return ppo(**given, **clip, dual_clip=recipe.dual_clip or None)
+        return clipped(dual_clip=recipe.dual_clip or None)
     if recipe.loss == "gspo":
-        return gspo(**given, **clip, sequence_T=sequence_T, num_seqs=num_seqs)
-    if recipe.loss == "cispo":
-        return cispo(**given, **clip)
-    return reinforce(**given)
+        return clipped(sequence_T=sequence_T, num_seqs=num_seqs)
+    return clipped()
+
+
+_KINDS: dict[str, Callable[..., PolicyLoss]] = {
+    "ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
 
 
 def _importance(recipe: Recipe, now_T: Tensor, experience: Experience, mask_T: Tensor) -> Tensor:
-    given = {"old_logprobs_T": now_T, "behaviour_T": experience.logprobs_T, "mask_T": mask_T}
+    behaviour_T = experience.logprobs_T
     low, high = recipe.correction_low, recipe.correction_high
     if recipe.correction == "tis":
-        return truncated_weights(**given, cap=high)
+        return truncated_weights(old_logprobs_T=now_T, behaviour_T=behaviour_T, mask_T=mask_T,
+                                 cap=high)
     if recipe.correction == "geometric":
-        return geometric_weights(**given, low=low, high=high, sequence_T=experience.sequence_T,
+        return geometric_weights(old_logprobs_T=now_T, behaviour_T=behaviour_T, mask_T=mask_T,
+                                 low=low, high=high, sequence_T=experience.sequence_T,
                                  num_seqs=experience.num_seqs)
-    return banded_weights(**given, low=low, high=high)
+    return banded_weights(old_logprobs_T=now_T, behaviour_T=behaviour_T, mask_T=mask_T, low=low,
+                          high=high)

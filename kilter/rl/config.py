@@ -306,8 +306,8 @@ class RLJob:
 
     def _layout_problems(self) -> list[str]:
         layout = self.layout
-        problems = [f"{name} is {getattr(layout, name)}, but reinforcement learning does not spread "
-                    f"over {what} yet; it must be 1" for name, what in
+        problems = [f"layout.{name} is {getattr(layout, name)}, but here nothing is spread over "
+                    f"{what} yet; it must be 1" for name, what in
                     (("cp", "context"), ("ep", "experts"), ("etp", "experts"))
                     if getattr(layout, name) != 1]
         if layout.pp == 1 and self.pipeline != PipelineConfig():

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import barrier
+from kilter.parallel.data import Held
 from kilter.parallel.shards import Shard
 
 _NAME = re.compile(r"step-(\d+)")
@@ -113,6 +114,33 @@ class Pieces:
             if index.offset is not None and tuple(index.offset) == box.start:
                 return part
         raise CheckpointError(f"There is no part of {index.fqn} at {index.offset} on this rank.")
+
+
+def pieces_of(held: Sequence[Held], states: Mapping[str, Mapping[str, Tensor]],
+              model: str = "model", optimizer: str = "optimizer") -> dict[str, Pieces]:
+    """What a checkpoint has of a model that is trained: this rank's part of the parameters and of
+    the optimizer's states, by name.
+
+    Args:
+        states: `Optimizer.states`.
+        model, optimizer: what the names begin with.
+    """
+    found = {}
+    for part in held:
+        found[f"{model}.{part.name}"] = Pieces(part.tensor, part.shard)
+        for key, state in states[part.name].items():
+            found[f"{optimizer}.{part.name}.{key}"] = (
+                Pieces(state, part.shard) if state.dim() else
+                Pieces(state.view(1), _number_of(part.shard)))
+    return found
+
+
+def _number_of(shard: Shard) -> Shard:
+    """Of one number per parameter, which all its ranks hold: the rank that owns the parameter's
+    first element owns it."""
+    owned = any(own and not any(box.start)
+                for box, own in zip(shard.boxes, shard.owned, strict=True))
+    return Shard.whole((1,), owned)
 
 
 class _Saver(DefaultSavePlanner):

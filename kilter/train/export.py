@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kilter.parallel.apply import Spread
 from kilter.parallel.shards import Box
-from kilter.train.config import TrainJob
-from kilter.train.inputs import Inputs
-from kilter.train.lora import merge
+from kilter.train.inputs import Start
+from kilter.train.lora import LoraConfig, merge
 from kilter.train.peft import write_peft
 from kilter.weights.export import State, export_hf
 from kilter.weights.families import FAMILIES
@@ -22,7 +21,8 @@ from kilter.weights.families import FAMILIES
 _Parts = list[tuple[Box, Tensor]]
 
 
-def export_model(spread: Spread, inputs: Inputs, output: Path, dtype: torch.dtype, job: TrainJob
+def export_model(spread: Spread, inputs: Start, output: Path, dtype: torch.dtype, *,
+                 lora: LoraConfig | None = None, base: str | None = None, reward: bool = False
                  ) -> None:
     """Writes ``model/`` in the output folder: the model, its config and its tokenizer; of a job
     with adapters also ``adapter/``, and the model has them merged in (of a reward model only the
@@ -30,20 +30,22 @@ def export_model(spread: Spread, inputs: Inputs, output: Path, dtype: torch.dtyp
 
     Args:
         dtype: what matrices are written as; all else is float32.
+        lora, base: of a job with adapters, and the model these were trained on.
+        reward: it is a reward model.
     """
-    read_as = torch.float32 if job.lora is not None else dtype  # a sum is not to be rounded twice
+    read_as = torch.float32 if lora is not None else dtype  # a sum is not to be rounded twice
     tensors = {name: whole for name, whole in whole_parameters(spread, read_as)
                if whole is not None}
     if spread.mesh.rank != 0:
         return
-    if job.lora is not None:
-        if job.kind != "reward":
-            write_peft(output / "adapter", inputs.spec, job.lora, tensors, base=job.model.path,
+    if lora is not None:
+        if not reward:
+            write_peft(output / "adapter", inputs.spec, lora, tensors, base=base,
                        overwrite=True)
         tensors = {name: value.to(dtype) if value.dim() > 1 else value
-                   for name, value in merge(inputs.spec, job.lora, tensors).items()}
+                   for name, value in merge(inputs.spec, lora, tensors).items()}
     config = _config(inputs, dtype)
-    if job.kind == "reward":
+    if reward:
         config["pad_token_id"] = _padding(config, inputs)
     export_hf(State(inputs.spec, tensors, inputs.carried, config),
               output / "model", overwrite=True, before_rename=inputs.tokenizer.save)
@@ -89,7 +91,7 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
         yield name, whole
 
 
-def _padding(config: dict[str, Any], inputs: Inputs) -> int | None:
+def _padding(config: dict[str, Any], inputs: Start) -> int | None:
     """The id of padding, where it ends no answer. `transformers` takes a sequence's score at its
     last token that is no padding, so one that ends with it would be scored a token early; without
     an id it scores one sequence at a time, rightly."""
@@ -99,7 +101,7 @@ def _padding(config: dict[str, Any], inputs: Inputs) -> int | None:
     return pad if isinstance(pad, int) and pad >= 0 and pad not in ends else None
 
 
-def _config(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+def _config(inputs: Start, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json that was started from, or one composed."""
     source, tokenizer = inputs.source, inputs.tokenizer
     config: dict[str, Any] = dict(source.config) if source is not None else {}

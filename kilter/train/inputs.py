@@ -27,12 +27,13 @@ from kilter.weights.pull import resolve
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Attributes:
+class Start:
+    """A model to start from.
+
+    Attributes:
         spec: the model.
         source: the weights to start from; None for a new model.
         tokenizer: the data's.
-        data: tokenised.
         carried: the Hugging Face folder that was started from, whose files go along with the
             finished model; its tokenizer's among them, unless the job names another.
     """
@@ -40,18 +41,14 @@ class Inputs:
     spec: ModelSpec
     source: ModelSource | None
     tokenizer: Tokenizer
-    data: Data
     carried: Path | None
 
 
 @dataclass(frozen=True)
-class Start:
-    """A model to start from. Attributes as of `Inputs`."""
+class Inputs(Start):
+    """The same, and the data, tokenised."""
 
-    spec: ModelSpec
-    source: ModelSource | None
-    tokenizer: Tokenizer
-    carried: Path | None
+    data: Data
 
 
 def open_start(model: ModelConfig, *, reward: bool = False) -> Start:
@@ -90,8 +87,8 @@ def open_inputs(job: TrainJob) -> Inputs:
     split_model(spec, job.layout.tp)
     job.pipeline.layers_of(spec, job.layout.pp)
     _check_machine(job)
-    return Inputs(spec, start.source, start.tokenizer, open_data(job.data, start.tokenizer),
-                  start.carried)
+    return Inputs(spec, start.source, start.tokenizer, start.carried,
+                  open_data(job.data, start.tokenizer))
 
 
 def device_type(job: TrainJob) -> str:

@@ -31,13 +31,13 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.value import add_value_head
 from kilter.parallel.apply import apply
-from kilter.parallel.shards import Shard
 from kilter.train.checkpoint import (
     Checkpointer,
     CheckpointError,
     Pieces,
     checkpoints,
     load_tensors,
+    pieces_of,
     read_facts,
 )
 from kilter.train.config import OF_PAIRS, TrainJob, differences
@@ -192,15 +192,7 @@ class Run:
     def pieces(self) -> dict[str, Pieces]:
         """What a checkpoint holds: this rank's part of the trained parameters and of the
         optimizer's states."""
-        found = {}
-        states = self.optimizer.states()
-        for held in self.spread.held:
-            found[f"model.{held.name}"] = Pieces(held.tensor, held.shard)
-            for key, state in states[held.name].items():
-                found[f"optimizer.{held.name}.{key}"] = (
-                    Pieces(state, held.shard) if state.dim() else
-                    Pieces(state.view(1), _number_of(held.shard)))
-        return found
+        return pieces_of(self.spread.held, self.optimizer.states())
 
     def _restore(self) -> bool:
         """Weights and states: of the last whole checkpoint, else as the job says to start."""
@@ -241,7 +233,8 @@ class Run:
         if self.job.export:
             place = self.output / "model"
             export_model(self.spread, self.inputs, self.output, _DTYPES[self.job.precision],
-                         self.job)
+                         lora=self.job.lora, base=self.job.model.path,
+                         reward=self.job.kind == "reward")
         return Ending(self.step, False, f"Finished {self.steps} steps over {self.tokens} tokens; "
                       f"the result is in {place}.")
 
@@ -268,14 +261,6 @@ class Run:
                 return
             within = not limit or turn * dp.size + dp.index < limit
             yield pack if within else pack.blank()
-
-
-def _number_of(shard: Shard) -> Shard:
-    """Of one number per parameter, which all its ranks hold: the rank that owns the parameter's
-    first element owns it."""
-    owned = any(own and not any(box.start)
-                for box, own in zip(shard.boxes, shard.owned, strict=True))
-    return Shard.whole((1,), owned)
 
 
 @contextmanager

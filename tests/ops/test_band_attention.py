@@ -179,6 +179,7 @@ def test_parts_make_the_whole(side: str, case: Case, data: st.DataObject) -> Non
     (9, 3, 64, None), (4, 1, 40, 100), (3, 3, 16, 257), (8, 2, 128, None)])
 def test_causal_packs_equal_attention(heads: int, groups: int, dim: int,
                                       window: int | None) -> None:
+    """Results within rounding; gradients, given the same results, in every bit."""
     lengths = [300, 1, 620, 7]
     case = Case.of(sum(lengths), sum(lengths), causal(lengths, window), heads, groups, dim)
     leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
@@ -188,9 +189,8 @@ def test_causal_packs_equal_attention(heads: int, groups: int, dim: int,
     torch.testing.assert_close(out, want.detach(), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(lse, want_lse.detach(), atol=1e-6, rtol=1e-6)
     dout = torch.randn_like(out)
-    for got, grad in zip(case.grad(dout, out, lse), torch.autograd.grad(want, leaves, dout),
-                         strict=True):
-        torch.testing.assert_close(got, grad, atol=3e-6, rtol=1e-5)
+    grads = case.grad(dout, want.detach(), want_lse.detach())
+    assert all(map(torch.equal, grads, torch.autograd.grad(want, leaves, dout)))
 
 
 def striped(tokens: int, behind: bool) -> list[Run]:

@@ -59,16 +59,18 @@ def test_any_layout_is_one_device(folder: Path, ranks: RankPool, kind: str, layo
 
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 def test_packing_changes_nothing(folder: Path, kind: str) -> None:
-    """All pairs in each step, in packs of several or one by one."""
-    data = {"sources": [{"paths": [str(folder / "held_out.jsonl")], "pairs": True}]}
-    packed = pairs_job(folder, kind, output=str(folder / "packed"), data=data, micro_batches=5,
-                       epochs=1, steps=None)
+    """The same pairs in packs of several or one by one."""
+    packed = pairs_job(folder, kind, output=str(folder / "packed"), data={"lookahead": 1}, steps=1)
     run(None, packed)
-    [last] = [line for line in metrics(packed) if line["step"] == 1]
-    alone = pairs_job(folder, kind, output=str(folder / "alone"), micro_batches=last["targets"],
-                      data={**data, "packing": False}, steps=1)
+    [one] = metrics(packed)
+    assert one["targets"] > 4
+    alone = pairs_job(folder, kind, output=str(folder / "alone"), micro_batches=one["targets"],
+                      data={"packing": False}, steps=1)
     run(None, alone)
-    assert losses(alone)[1] == pytest.approx(losses(packed)[1], rel=1e-6)
+    [other] = metrics(alone)
+    assert other["tokens"] == one["tokens"]
+    for name in ("loss", "grad_norm", "margin"):
+        assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-12)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
@@ -153,7 +155,7 @@ def test_a_reward_model_is_transformers_classifier(folder: Path) -> None:
 def test_a_reward_model_is_no_language_model(folder: Path) -> None:
     job = pairs_job(folder, "reward", export=True, steps=1)
     run(None, job)
-    with pytest.raises(WeightsError, match="holds a reward model .LlamaForSequenceClassification"):
+    with pytest.raises(WeightsError, match=r"holds a reward model \(LlamaForSequence"):
         open_model(folder / "run/model")
     with pytest.raises(WeightsError, match="scores texts and writes none"):
         run(None, pairs_job(folder, "dpo", model={"path": str(folder / "run/model")},
@@ -180,11 +182,11 @@ def test_a_tiny_model_learns_a_preference(folder: Path, kind: str) -> None:
 
 def test_adapters_learn_too(folder: Path) -> None:
     """A reward model's head is trained beside them; they come out merged."""
-    job = pairs_job(folder, "reward", steps=40, lora={"rank": 4}, optimizer={"lr": 1e-2},
-                    export=True, log={"every": 40})
+    job = pairs_job(folder, "reward", steps=20, lora={"rank": 4}, optimizer={"lr": 1e-2},
+                    export=True, log={"every": 20})
     run(None, job)
-    assert metrics(job, "eval")[0]["accuracy"] > 0.95
-    assert {name.split(".")[-1] for name in tensors(job, 40) if name.startswith("model.")} == {
+    assert metrics(job, "eval")[0]["accuracy"] > 0.8
+    assert {name.split(".")[-1] for name in tensors(job, 20) if name.startswith("model.")} == {
         "lora_a", "lora_b", "weight"}
     assert not (folder / "run/adapter").exists()
     assert open_model(folder / "run/model", reward=True).is_reward
@@ -204,6 +206,14 @@ def test_a_resume_is_bitwise_the_run(folder: Path, kind: str) -> None:
     one, other = tensors(parts, 5), tensors(whole, 5)
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
     assert metrics(parts, "eval")[-1] == metrics(whole, "eval")[-1]
+
+
+def test_a_resume_may_have_another_layout(folder: Path, ranks: RankPool,
+                                          one_device: dict[str, dict[int, float]]) -> None:
+    run(ranks, pairs_job(folder, "reward", steps=2, layout={"dp": 2, "zero": 3}))
+    job = pairs_job(folder, "reward", steps=3, layout={"tp": 2})
+    run(ranks, job)
+    assert losses(job)[3] == pytest.approx(one_device["reward"][3], rel=1e-5)
 
 
 def test_a_lost_reference_is_computed_again(folder: Path, ranks: RankPool) -> None:
