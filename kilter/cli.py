@@ -27,9 +27,10 @@ VERBS = {
     "serve": "answer OpenAI's API over HTTP, with a page that shows what the engine does",
     "batch": "answer a file of requests in OpenAI's batch format",
     "train": "train a model as a job file says, on one rank or many",
+    "rl": "align a model by reinforcement learning, as a job file says",
     "convert": "write a model as a Hugging Face folder, from a folder, a name or a GGUF file",
 }
-_LATER = ("plan", "rl", "bench")
+_LATER = ("plan", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

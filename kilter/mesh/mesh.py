@@ -67,8 +67,8 @@ class Mesh:
         """An axis of the layout, or several of one view joined by ``_``: ``tp``, ``dp_cp``,
         ``dp_shard_cp`` (what ZeRO shards over), ``tp_cp``, ``world``.
 
-        Single axes, ``dp_cp``, ``dp_shard_cp``, ``pp_dp_cp`` and ``world`` are there from the start. The first
-        use of another one makes its groups: then every rank of the world has to ask for it.
+        Single axes, ``dp_cp``, ``dp_shard_cp``, ``pp_dp_cp`` and ``world`` are there from the
+        start. The first use of another one makes its groups: then every rank has to ask for it.
 
         Raises:
             ValueError: if there are no such axes, or they are of different views.

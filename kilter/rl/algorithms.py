@@ -18,7 +18,7 @@ A run may change any of it (`RecipeConfig`). What is computed is in `kilter.rl.a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -245,6 +245,18 @@ class Lesson:
     values_T: Tensor | None = None
     weights_T: Tensor | None = None
     ref_T: Tensor | None = None
+
+    def select(self, indices: Sequence[int]) -> Lesson:
+        """The part of it that is of these sequences."""
+        cu = self.experience.cu_seqlens_S1.tolist()
+        rows = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices])
+
+        def part(values_T: Tensor | None) -> Tensor | None:
+            return None if values_T is None else values_T[rows]
+
+        return Lesson(self.experience.select(indices), self.mask_T[rows], self.old_T[rows],
+                      self.advantages_T[rows], part(self.returns_T), part(self.values_T),
+                      part(self.weights_T), part(self.ref_T))
 
 
 def shaped_rewards(recipe: Recipe, experience: Experience, reward_S: Tensor, max_tokens: int

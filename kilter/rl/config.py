@@ -55,8 +55,6 @@ class SamplingConfig:
             stop: tokens, a text, or None where the answer is over.
         tp: ranks that a rollout replica is spread over.
         engine: sizes of the engine's cache and of its steps.
-        weights: how they come from the trainer's layout to the rollout's: by the ``least`` bytes,
-            or by a ``full`` gather on every rank, as older systems have it.
     """
 
     prompts: int = 8
@@ -68,15 +66,12 @@ class SamplingConfig:
     environment: str | None = None
     tp: int = 1
     engine: EngineConfig = field(default_factory=EngineConfig)
-    weights: Literal["least", "full"] = "least"
 
     def __post_init__(self) -> None:
         problems = [f"{name} is {getattr(self, name)} but must be at least 1"
                     for name in ("prompts", "samples", "tp") if getattr(self, name) < 1]
         if self.format not in get_args(PromptFormat):
             problems.append(f"format is {self.format!r} but must be chat or text")
-        if self.weights not in ("least", "full"):
-            problems.append(f"weights is {self.weights!r} but must be least or full")
         try:
             check_params(self.params())
         except ValueError as error:

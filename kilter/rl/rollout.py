@@ -18,7 +18,6 @@ trainer's formats, so that the ratio of the two is exactly 1 for as long as the 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,69 +37,29 @@ from kilter.models.spec import ModelSpec
 from kilter.parallel.apply import kv_sharers
 from kilter.parallel.tensor import apply_tensor
 from kilter.rl.experience import FinishReason, Rollout
+from kilter.rl.rollout_config import (
+    DTYPES,
+    Prompt,
+    RolloutConfig,
+    check_params,
+    sample_seed,
+)
 from kilter.serve.engine import Engine
-from kilter.serve.engine_config import EngineConfig
 from kilter.serve.executor import Executor, local_spec
 from kilter.serve.pages import PagePool
 from kilter.serve.params import SamplingParams
 from kilter.serve.tensor import Ranks, TensorExecutor, follow_steps
 from kilter.tokens import Tokenizer
-from kilter.train.lora import LoraConfig, add_adapters
+from kilter.train.lora import add_adapters
 from kilter.weights.load import put_weight
+
+__all__ = ["Environment", "Prompt", "RolloutConfig", "RolloutEngine", "check_params",
+           "rollout_mesh", "sample_seed"]
 
 # Given an answer that has come to a stop, the tokens that follow it (a tool's output, the next
 # question), or None where it is over.
 Environment = Callable[[Rollout], Sequence[int] | None]
 Partials = Literal["restart", "continue"]
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What n samples are made of.
-
-    Attributes:
-        ids: token ids.
-        group: samples of one prompt share it.
-        id: names the prompt; its samples are ``id/0``, ``id/1``, ...
-        n: how many.
-    """
-
-    ids: Sequence[int]
-    group: int
-    id: str
-    n: int = 1
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """How the engine holds a model. The first four are the trainer's own settings: where they
-    differ, the two compute different numbers.
-
-    Attributes:
-        precision: large matrices are held so (`TrainJob.precision`).
-        kv_dtype: keys and values are held so (`ModelConfig.kv_dtype`).
-        exact: row-invariant arithmetic (`ModelConfig.exact`).
-        lora: adapters, which are held as such and not merged: W + s B A is rounded otherwise than
-            the products the trainer adds.
-        engine: sizes of the cache and of a step.
-    """
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    kv_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    exact: bool = True
-    lora: LoraConfig | None = None
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.precision not in ("fp32", "bf16"):
-            problems.append(f"precision is {self.precision!r} but must be fp32 or bf16")
-        if self.kv_dtype not in _DTYPES:
-            problems.append(f"kv_dtype is {self.kv_dtype!r} but must be fp32, bf16 or fp16")
-        if problems:
-            raise ValueError(f"Rollouts cannot be made so: {'; '.join(problems)}.")
 
 
 def rollout_mesh(tp: int = 1, device_type: str = "cpu") -> Mesh:
@@ -116,45 +75,6 @@ def rollout_mesh(tp: int = 1, device_type: str = "cpu") -> Mesh:
     if world == 1:
         return Mesh.single(device_type)
     return Mesh(Layout(dp=world // tp, tp=tp, sequence_parallel=False), device_type)
-
-
-def check_params(params: SamplingParams) -> None:
-    """Whether samples drawn so can be learned from.
-
-    Raises:
-        ValueError: listing every setting that draws from another distribution than the trainer
-            scores, or that `RolloutEngine` sets itself.
-    """
-    problems = []
-    support = [name for name, neutral in (
-        ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("presence_penalty", 0.0),
-        ("frequency_penalty", 0.0), ("repetition_penalty", 1.0), ("logit_bias", {}),
-        ("min_tokens", 0), ("grammar", None)) if getattr(params, name) != neutral]
-    if support:
-        problems.append(
-            f"{', '.join(support)} would draw from another distribution than the policy's: ratios "
-            "of probabilities to the trainer's, which knows the temperature alone, would be wrong "
-            "from the first step; leave them at their defaults")
-    if params.greedy:
-        problems.append(f"the temperature is {params.temperature}, which takes the likeliest token "
-                        "and so has no probability to learn from; set it above 1e-4")
-    if params.max_tokens < 1:
-        problems.append("max_tokens is 0, but there is nothing to learn from an empty answer")
-    own = [name for name, neutral in (("n", 1), ("best_of", None), ("seed", None),
-                                      ("logprobs", None), ("prompt_logprobs", None))
-           if getattr(params, name) != neutral]
-    if own:
-        problems.append(f"{', '.join(own)} must be left alone: a prompt says how many samples it "
-                        "wants, their seeds come from the run's, and each token's own "
-                        "log-probability is always kept")
-    if problems:
-        raise ValueError(f"Rollouts cannot be sampled so: {'; '.join(problems)}.")
-
-
-def sample_seed(seed: int, step: int, sample: str) -> int:
-    """The seed of a sample's random stream: 64 bits of a hash of run, step and sample."""
-    told = f"{seed}/{step}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
 
 
 class RolloutEngine:
@@ -178,7 +98,7 @@ class RolloutEngine:
         self._device = (torch.device("cuda", torch.cuda.current_device())
                         if mesh.device_type == "cuda" else torch.device(mesh.device_type))
         with torch.device("meta"):
-            model = Decoder(spec, exact=config.exact, kv_dtype=_DTYPES[config.kv_dtype],
+            model = Decoder(spec, exact=config.exact, kv_dtype=DTYPES[config.kv_dtype],
                             max_positions=config.engine.max_context)
         if config.lora is not None:
             add_adapters(model, config.lora)
@@ -458,7 +378,7 @@ class RolloutEngine:
                              f"it is {list(shard.local_shape)}.")
         module, leaf = self._place(name)
         matrix = leaf == "weight" and isinstance(module, Linear | Embedding)
-        allowed = {torch.float32, _DTYPES[self.config.precision]} if matrix else {torch.float32}
+        allowed = {torch.float32, DTYPES[self.config.precision]} if matrix else {torch.float32}
         if value.dtype not in allowed:
             raise ValueError(f"{name} came as {value.dtype}, but the trainer computes with it in "
                              f"{'float32' if len(allowed) == 1 else 'float32 or bfloat16'}; send "

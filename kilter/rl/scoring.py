@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,7 +159,7 @@ def score(spread: Spread, experience: Experience, *, token_budget: int, temperat
     parts = micro_batches_in_step(experience, token_budget, spread)
     rows = [local_rows(spread, part, device) for part in parts]
 
-    def scored(forward: Callable[..., Tensor], k: int) -> Tensor:
+    def scored(forward: Callable[..., Any], k: int) -> Tensor:
         batch, targets_T = rows[k]
         found = forward(batch, targets_T, temperature=temperature, with_entropy=with_entropy)
         return torch.stack(found if with_entropy else (found,))

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -248,15 +248,17 @@ class TrainJob:
 
 
 # What may differ between a checkpoint's job and the one that goes on from it.
-_FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "recompute", "checkpoint",
+FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "recompute", "checkpoint",
          "eval", "log", "launch")
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the settings (of `kilter.job.dump`) by which a run is another run."""
+def differences(before: Mapping[str, Any], after: Mapping[str, Any],
+                free: Sequence[str] = FREE) -> list[str]:
+    """Dotted names of the settings (of `kilter.job.dump`) by which a run is another run; ``free``
+    are those whose first part may differ."""
     old, new = _flat(before), _flat(after)
     return [key for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and key.partition(".")[0] not in _FREE]
+            if old.get(key) != new.get(key) and key.partition(".")[0] not in free]
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ _Parts = list[tuple[Box, Tensor]]
 
 
 def export_model(spread: Spread, inputs: Start, output: Path, dtype: torch.dtype, *,
-                 lora: LoraConfig | None = None, base: str | None = None, reward: bool = False
-                 ) -> None:
+                 lora: LoraConfig | None = None, base: str | None = None,
+                 reward_ends: Collection[int] | None = None) -> None:
     """Writes ``model/`` in the output folder: the model, its config and its tokenizer; of a job
     with adapters also ``adapter/``, and the model has them merged in (of a reward model only the
     latter, as an adapter's folder has no place for the head). Replaces what is there. Collective.
@@ -31,7 +31,7 @@ def export_model(spread: Spread, inputs: Start, output: Path, dtype: torch.dtype
     Args:
         dtype: what matrices are written as; all else is float32.
         lora, base: of a job with adapters, and the model these were trained on.
-        reward: it is a reward model.
+        reward_ends: it is a reward model, and these are the tokens its sequences end with.
     """
     read_as = torch.float32 if lora is not None else dtype  # a sum is not to be rounded twice
     tensors = {name: whole for name, whole in whole_parameters(spread, read_as)
@@ -39,14 +39,17 @@ def export_model(spread: Spread, inputs: Start, output: Path, dtype: torch.dtype
     if spread.mesh.rank != 0:
         return
     if lora is not None:
-        if not reward:
-            write_peft(output / "adapter", inputs.spec, lora, tensors, base=base,
-                       overwrite=True)
+        if reward_ends is None:
+            write_peft(output / "adapter", inputs.spec, lora, tensors, base=base, overwrite=True)
         tensors = {name: value.to(dtype) if value.dim() > 1 else value
                    for name, value in merge(inputs.spec, lora, tensors).items()}
     config = _config(inputs, dtype)
-    if reward:
-        config["pad_token_id"] = _padding(config, inputs)
+    if reward_ends is not None:
+        # transformers takes a sequence's score at its last token that is no padding, so one that
+        # ends with padding's token would be scored too early; without such a token it scores one
+        # sequence at a time, and rightly.
+        pad = config.get("pad_token_id")
+        config["pad_token_id"] = None if pad in reward_ends else pad
     export_hf(State(inputs.spec, tensors, inputs.carried, config),
               output / "model", overwrite=True, before_rename=inputs.tokenizer.save)
 
@@ -89,16 +92,6 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
                 dist.recv(part, world.ranks[rank])
                 whole[box.slices] = part
         yield name, whole
-
-
-def _padding(config: dict[str, Any], inputs: Start) -> int | None:
-    """The id of padding, where it ends no answer. `transformers` takes a sequence's score at its
-    last token that is no padding, so one that ends with it would be scored a token early; without
-    an id it scores one sequence at a time, rightly."""
-    pad = config.get("pad_token_id")
-    eos = config.get("eos_token_id")
-    ends = {*inputs.tokenizer.eos_token_ids, *(eos if isinstance(eos, list) else [eos])}
-    return pad if isinstance(pad, int) and pad >= 0 and pad not in ends else None
 
 
 def _config(inputs: Start, dtype: torch.dtype) -> dict[str, Any]:

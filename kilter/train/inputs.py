@@ -18,7 +18,7 @@ import torch
 from kilter.models.spec import ModelSpec
 from kilter.parallel.heads import split_model
 from kilter.tokens import Tokenizer
-from kilter.train.config import ModelConfig, TrainJob
+from kilter.train.config import LaunchConfig, ModelConfig, TrainJob
 from kilter.train.data import Data, open_data
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.families import FAMILIES
@@ -91,17 +91,17 @@ def open_inputs(job: TrainJob) -> Inputs:
                   open_data(job.data, start.tokenizer))
 
 
-def device_type(job: TrainJob) -> str:
+def device_type(launch: LaunchConfig) -> str:
     """``cpu`` or ``cuda``. Raises ValueError if the job asks for GPUs that are not there."""
     there = torch.cuda.is_available()
-    if job.launch.device == "cuda" and not there:
+    if launch.device == "cuda" and not there:
         raise ValueError("launch.device is cuda, but torch sees no CUDA device here; set it to "
                          "cpu or auto.")
-    return "cuda" if there and job.launch.device != "cpu" else "cpu"
+    return "cuda" if there and launch.device != "cpu" else "cpu"
 
 
 def _check_machine(job: TrainJob) -> None:
-    device_type(job)
+    device_type(job.launch)
     if job.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("log.tensorboard is true, but the package tensorboard is not installed; "
                          "pip install 'kilter[tensorboard]', or turn it off.")

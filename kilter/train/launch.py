@@ -1,58 +1,16 @@
-"""From one command to ranks, and from their ends to one sentence and an exit code.
-
-    kilter train JOB.toml
-      ├─ opens everything the job names: what is wrong is said before any rank starts
-      ├─ one rank: trains in this process
-      └─ several: torch's elastic agent starts `python -m kilter.train.launch job.json` as often;
-           a rank that dies takes the group down, which starts again from the last checkpoint
-    torchrun … kilter train JOB.toml: is a rank already, and just trains
-
-An ending that starting again would not change (done, told to stop, bad data, a NaN) is written to
-`ending.json` beside the job; a rank that finds one leaves at once.
-"""
+"""`kilter train` as a program for `kilter.train.elastic`."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from kilter.job import build, dump
 from kilter.mesh.mesh import Mesh
-from kilter.ops.cpu import library
-from kilter.report.machine import usable_cpus
+from kilter.train import elastic
 from kilter.train.config import TrainJob
-from kilter.train.inputs import device_type, open_inputs
+from kilter.train.elastic import Exit, Program
+from kilter.train.inputs import Inputs, open_inputs
 from kilter.train.loop import last_checkpoint, train
-from kilter.train.step import NotFinite
-
-_JOB, _ENDING = "job.json", "ending.json"
-
-
-@dataclass(frozen=True)
-class Exit:
-    """An exit code of `kilter.cli` and what to say, if anything: an error unless the code is 0."""
-
-    code: int
-    text: str
 
 
 def run(job: TrainJob) -> Exit:
@@ -61,147 +19,21 @@ def run(job: TrainJob) -> Exit:
     Raises:
         ValueError: for a job that cannot be run, before anything was started.
     """
-    if "RANK" in os.environ:
-        found = _as_rank(job)
-        return found if os.environ["RANK"] == "0" else replace(found, text="")
+    return elastic.run(TRAIN, job)
+
+
+def _open(job: TrainJob) -> Inputs:
     inputs = open_inputs(job)
     last_checkpoint(job)  # refuses another job's
-    library.available()  # compiled once, before the ranks need it
-    Path(job.output).mkdir(parents=True, exist_ok=True)
-    if job.layout.world > 1:
-        return _elastic(job)
-    device = device_type(job)
-    if job.launch.threads is not None:
-        torch.set_num_threads(job.launch.threads)
-        library.set_num_threads(job.launch.threads)
-    try:
-        return Exit(0, train(job, inputs, Mesh(job.layout, device, alone=True)).text)
-    except NotFinite as error:
-        return Exit(1, str(error))
+    return inputs
 
 
-def _elastic(job: TrainJob) -> Exit:
-    """Starts the ranks on this machine and waits for their end."""
-    if device_type(job) == "cuda" and job.layout.world > torch.cuda.device_count():
-        raise ValueError(f"The layout has {job.layout.world} ranks, but there are "
-                         f"{torch.cuda.device_count()} GPUs; a rank needs one of its own. Make the "
-                         "layout smaller, or set launch.device to cpu.")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    threads = job.launch.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(
-        1, usable_cpus() // job.layout.world)
-    failed = "The ranks were stopped before they could write a checkpoint."
-    with tempfile.TemporaryDirectory(prefix="kilter-train-") as temporary:
-        file = Path(temporary) / _JOB
-        file.write_text(json.dumps(dump(job)), encoding="utf-8")
-        config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=job.layout.world, run_id=Path(temporary).name,
-            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
-            max_restarts=job.launch.max_restarts, monitor_interval=0.1,
-            shutdown_timeout=job.launch.grace)
-        with _environment(OMP_NUM_THREADS=str(threads)), suppress(SignalException):
-            try:
-                elastic_launch(config, sys.executable)("-m", "kilter.train.launch", str(file))
-            except ChildFailedError as error:
-                failed = _told(error.failures, job.launch.max_restarts)
-        ending = Path(temporary) / _ENDING
-        if ending.exists():
-            return Exit(**json.loads(ending.read_text(encoding="utf-8")))
-    return Exit(1, failed)
+def _work(job: TrainJob, inputs: Inputs, device: str, timeout: timedelta | None) -> str:
+    mesh = Mesh(job.layout, device, alone=timeout is None, timeout=timeout)
+    return train(job, inputs, mesh).text
 
 
-def main(file: str) -> int:
-    """A rank under `_elastic`; ``file`` is the job as JSON."""
-    path = Path(file)
-    ending = path.with_name(_ENDING)
-    if ending.exists():
-        return 0
-    try:
-        found = _as_rank(build(TrainJob, json.loads(path.read_text(encoding="utf-8"))))
-    except (ValueError, OSError) as error:
-        found = Exit(2, _sentence(error))
-    except Exception as error:  # a lost peer, or a mistake of ours: starting again may help
-        get_error_handler().record_exception(error)
-        _leave(1)
-    if found.code or os.environ["RANK"] == "0":
-        _write_once(ending, json.dumps(asdict(found)))
-    _leave(0)
-
-
-def _as_rank(job: TrainJob) -> Exit:
-    """Trains as the rank that the environment says this process is."""
-    device = device_type(job)
-    rank, restart = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    timeout = timedelta(seconds=job.launch.timeout)
-    store, _, world = next(dist.rendezvous("env://", timeout=timeout))
-    # The agent's store outlives the group, so addresses of dead ranks are still in it.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank,
-                            store=dist.PrefixStore(f"start-{restart}", store), world_size=world,
-                            timeout=timeout)
-    if rank == 0 and restart:
-        print(f"A rank died; restart {restart} of at most {job.launch.max_restarts}.",
-              file=sys.stderr, flush=True)
-    mesh = Mesh(job.layout, device, timeout=timeout)
-    if rank == 0:  # alone first: it says what is wrong, and tokenises what is not yet
-        inputs = open_inputs(job)
-    dist.barrier()
-    if rank != 0:
-        inputs = open_inputs(job)
-    try:
-        text = train(job, inputs, mesh).text
-    except NotFinite as error:
-        return Exit(1, str(error))
-    dist.barrier()  # nobody leaves while another still needs it
-    dist.destroy_process_group()
-    return Exit(0, text)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process at once: threads that wait for lost ranks would hold it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _write_once(path: Path, text: str) -> None:
-    """Writes a file whole, unless another rank has."""
-    own = path.with_name(f"{path.name}.{os.getpid()}")
-    own.write_text(text, encoding="utf-8")
-    with suppress(FileExistsError):
-        os.link(own, path)
-
-
-def _told(failures: Mapping[int, ProcessFailure], restarts: int) -> str:
-    """What made ranks fail for good. One that was killed, or has another reason than that it lost
-    a peer, is the cause; the others only noticed."""
-    rank, failure = min(failures.items(), key=lambda item: (
-        item[1].exitcode >= 0, "onnection" in item[1].message, item[0]))
-    why = failure.message.strip().splitlines()
-    return (f"Training stopped: rank {rank} failed ({why[0] if why else failure.exitcode}), and "
-            f"{restarts} restarts did not help. The same command goes on from the last checkpoint.")
-
-
-def _sentence(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}."
-    return str(error)
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Environment variables of processes that are started within."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
+TRAIN = Program("kilter.train.launch", TrainJob, lambda job: job.layout.world, _open, _work)
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    elastic.main(TRAIN, *sys.argv[1:])

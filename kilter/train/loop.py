@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -40,8 +40,8 @@ from kilter.train.checkpoint import (
     pieces_of,
     read_facts,
 )
-from kilter.train.config import OF_PAIRS, TrainJob, differences
-from kilter.train.data import DataLoader, Pack, evaluation_packs, steps_of
+from kilter.train.config import FREE, OF_PAIRS, TrainJob, differences
+from kilter.train.data import DataLoader, Pack, corpus_packs, evaluation_packs, steps_of
 from kilter.train.export import export_model
 from kilter.train.inputs import Inputs
 from kilter.train.lora import add_adapters, init_adapters
@@ -82,8 +82,12 @@ def train(job: TrainJob, inputs: Inputs, mesh: Mesh) -> Ending:
         return Run(job, inputs, mesh, closing).go(stop)
 
 
-def last_checkpoint(job: TrainJob) -> Path | None:
+def last_checkpoint(job: Any, free: Sequence[str] = FREE) -> Path | None:
     """What a job goes on from, if it has begun.
+
+    Args:
+        job: a `TrainJob`, or another job with an output folder.
+        free: see `kilter.train.config.differences`.
 
     Raises:
         CheckpointError: if its output folder has checkpoints of another job.
@@ -93,8 +97,8 @@ def last_checkpoint(job: TrainJob) -> Path | None:
         return None
     before = read_facts(whole[-1])["job"]
     with suppress(JobError):  # of another version: then what differs is what it says
-        before = dump(build(TrainJob, before))
-    if names := differences(before, dump(job)):
+        before = dump(build(type(job), before))
+    if names := differences(before, dump(job), free):
         raise CheckpointError(
             f"{whole[-1]} belongs to another job: {', '.join(names)} "
             f"{'differs' if len(names) == 1 else 'differ'}. Restore the job as it was, or name "
@@ -234,7 +238,7 @@ class Run:
             place = self.output / "model"
             export_model(self.spread, self.inputs, self.output, _DTYPES[self.job.precision],
                          lora=self.job.lora, base=self.job.model.path,
-                         reward=self.job.kind == "reward")
+                         reward_ends=self._ends() if self.job.kind == "reward" else None)
         return Ending(self.step, False, f"Finished {self.steps} steps over {self.tokens} tokens; "
                       f"the result is in {place}.")
 
@@ -245,6 +249,12 @@ class Run:
             return None
         found = None if self._tables is None else reference(self._tables, self.inputs.data, data)
         return PairObjective(job.dpo if job.kind == "dpo" else None, found)
+
+    def _ends(self) -> set[int]:
+        """The tokens that sequences end with: a template ends all answers alike, and some are
+        enough to know it."""
+        pack = next(corpus_packs(self.inputs.data.train, self.inputs.data.config))
+        return set(pack.tokens_T[pack.cu_seqlens_S1[1:].long() - 1].tolist())
 
     def _means(self, pairs: PairObjective | None, count: int) -> dict[str, float]:
         return {} if pairs is None else pairs.take(count, self.mesh.axis("pp_dp_cp"))

@@ -99,7 +99,7 @@ class Monitor:
         if self._is_told(number) and self._mesh.layout.world > 1:
             with CommCounter(self._mesh.axes()) as counter:
                 yield
-            self._traffic = _by_axis(counter)
+            self._traffic = by_axis(counter)
         else:
             yield
         if wanted and number == wanted[1]:
@@ -174,7 +174,7 @@ class _Files:
         output.mkdir(parents=True, exist_ok=True)
         if config.jsonl:
             path = output / "metrics.jsonl"
-            _take_back(path, step)
+            take_back(path, step)
             self._lines = open(path, "a", encoding="utf-8")  # noqa: SIM115  (see close)
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -186,7 +186,7 @@ class _Files:
             self._lines.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._lines.flush()
         if self._board is not None:
-            for name, value in _numbers(values):
+            for name, value in numbers(values):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _by_axis(counter: CommCounter) -> dict[str, dict[str, dict[str, int]]]:
+def by_axis(counter: CommCounter) -> dict[str, dict[str, dict[str, int]]]:
     """axis -> operation -> calls and bytes of one rank."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for (axis, operation), sent in sorted(counter.traffic.items()):
@@ -246,7 +246,7 @@ def _by_axis(counter: CommCounter) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def _take_back(path: Path, step: int) -> None:
+def take_back(path: Path, step: int) -> None:
     """Drops the lines of later steps than this, and a last line that was cut off."""
     if not path.exists():
         return
@@ -270,9 +270,9 @@ def _said(more: Mapping[str, float]) -> str:
     return f"  accuracy {more['accuracy']:.1%}  margin {more['margin']:.3g}"
 
 
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
+            yield from numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             yield f"{prefix}{name}", float(value)

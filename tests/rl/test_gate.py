@@ -19,7 +19,15 @@ from kilter.models.decoder import Decoder
 from kilter.parallel.apply import apply
 from kilter.rl.experience import Experience, Rollout
 from kilter.rl.gate import Agreement, Disagreement, agreement
-from kilter.rl.rollout import Prompt, RolloutConfig, RolloutEngine
+from kilter.rl.reshard import WeightSync, gather_holdings
+from kilter.rl.reshard_layout import (
+    consecutive_groups,
+    rollout_formats,
+    rollout_needs,
+    rollout_parts,
+)
+from kilter.rl.reshard_plan import make_plan
+from kilter.rl.rollout import Prompt, RolloutConfig, RolloutEngine, rollout_mesh
 from kilter.rl.scoring import micro_batches, score
 from kilter.serve.engine_config import EngineConfig
 from kilter.serve.load import open_tokenizer
@@ -29,6 +37,7 @@ from kilter.weights.bridge import open_model
 from tests.ranks import RankPool
 from tests.rl.tiny_policy import (
     CONTEXT,
+    DTYPES,
     PARAMS,
     compared,
     config,
@@ -36,6 +45,7 @@ from tests.rl.tiny_policy import (
     prompts,
     rollout_engine,
     spec,
+    tokenizer,
     trainer,
     whole,
 )
@@ -247,6 +257,43 @@ def test_any_layout_of_either(ranks: RankPool, layout: Layout, tp: int, settings
         assert found.count > 0 and found == answers[0][1]
 
 
+def after_updates(layout: Layout, tp: int, settings: RolloutConfig) -> list[bool]:
+    """Whether all agrees after each of two updates by the least bytes."""
+    made = spec()
+    spread = trainer(settings, layout)
+    engine = RolloutEngine(made, tokenizer(), settings, rollout_mesh(tp))
+    world = spread.mesh.axis("world")
+    with torch.device("meta"):
+        model = Decoder(made)
+    plan = make_plan(gather_holdings(spread.local, world),
+                     rollout_needs(rollout_parts(model, tp), consecutive_groups(world.size, tp)),
+                     rollout_formats(model, DTYPES[settings.precision]))
+    sync = WeightSync(plan, world)
+    found = []
+    for version in (1, 2):
+        spread.fill(whole(made, version))
+        spread.updated()
+        engine.sleep(weights=True)
+        engine.update(sync.send(spread.local, version), version)
+        engine.wake()
+        rollouts = engine.gather(sampled_share(engine))
+        found.append(compared(rollouts, spread, version=version).over(world).exact)
+        assert sync.report is not None and sync.report.changed > 0
+    return found
+
+
+def sampled_share(engine: RolloutEngine) -> list[Rollout]:
+    return engine.generate(engine.share(prompts(10)), PARAMS, seed=3, step=1)
+
+
+@pytest.mark.parametrize(("layout", "tp", "settings"), [
+    (Layout(dp=2, tp=2, zero=3), 2, FP32), (Layout(pp=2, tp=2), 4, BF16),
+    (Layout(dp=4, zero=1), 2, BF16)], ids=str)
+def test_after_updates_from_the_trainers_shards(ranks: RankPool, layout: Layout, tp: int,
+                                                settings: RolloutConfig) -> None:
+    assert ranks.run(4, after_updates, layout, tp, settings) == [[True, True]] * 4
+
+
 # ---- the real model ----
 
 def test_context_parallel_trainers_are_refused() -> None:
@@ -262,11 +309,11 @@ def test_the_real_model(smollm2: Path) -> None:
         model = Decoder(source.spec, max_positions=128)
     spread = apply(model, Mesh.single())
     spread.load(source)
-    tokenizer = open_tokenizer(source)
-    engine = RolloutEngine(source.spec, tokenizer, RolloutConfig(engine=EngineConfig(
+    words = open_tokenizer(source)
+    engine = RolloutEngine(source.spec, words, RolloutConfig(engine=EngineConfig(
         512, max_context=128, eos_token_ids=source.eos_token_ids)))
     engine.update(({name: parameter} for name, (parameter, _) in spread.local.items()), version=0)
-    asked = [Prompt(tokenizer.encode(text), i, f"p{i}", 2) for i, text in enumerate(
+    asked = [Prompt(words.encode(text), i, f"p{i}", 2) for i, text in enumerate(
         ("The capital of France is", "def fibonacci(n):\n"))]
     rollouts = engine.generate(asked, SamplingParams(max_tokens=16, temperature=0.7), seed=0,
                                step=0)

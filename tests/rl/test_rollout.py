@@ -283,6 +283,11 @@ def test_settings_that_would_not_be_on_policy_are_refused(setting: str, value: A
     check_params(PARAMS)
 
 
+def test_log_probabilities_of_a_certain_token_are_refused() -> None:
+    with pytest.raises(ValueError, match="temperature above 0"):
+        SamplingParams(tempered_logprobs=True, temperature=0.0)
+
+
 def test_prompts_and_configs_that_cannot_be() -> None:
     engine = rollout_engine()
     for ids, message in (([], "is empty"), ([VOCAB], f"token id {VOCAB}"),

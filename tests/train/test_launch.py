@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from kilter.job import build, dump
-from kilter.train import launch, loop
+from kilter.train import elastic, launch, loop
 from kilter.train.config import TrainJob
 from kilter.train.launch import Exit
 from kilter.train.step import NotFinite
@@ -113,7 +113,7 @@ def test_a_rank_leaves_at_once_where_the_run_is_over(folder: Path) -> None:
     """So a mistake in the input does not cost as many restarts as there may be."""
     (folder / "job.json").write_text("never read")
     (folder / "ending.json").write_text("{}")
-    assert launch.main(str(folder / "job.json")) == 0
+    assert elastic.main(launch.TRAIN, str(folder / "job.json")) == 0
 
 
 def test_a_mistake_that_a_rank_finds_ends_the_run(folder: Path) -> None:
@@ -138,10 +138,10 @@ def test_the_cause_is_told_and_not_who_noticed() -> None:
     noticed = failure(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:1")
     killed = failure(1, -9, "Signal 9 (SIGKILL) received by PID 1")
     wrong = failure(2, 1, "KeyError: 'x'\n at …")
-    assert launch._told({0: noticed, 1: killed}, 3) == (
-        "Training stopped: rank 1 failed (Signal 9 (SIGKILL) received by PID 1), and 3 restarts did"
-        " not help. The same command goes on from the last checkpoint.")
-    assert "rank 2 failed (KeyError: 'x')," in launch._told({0: noticed, 2: wrong}, 3)
+    assert elastic._told({0: noticed, 1: killed}, 3) == (
+        "The run stopped: rank 1 failed (Signal 9 (SIGKILL) received by PID 1), and 3 restarts did "
+        "not help. The same command goes on from the last checkpoint.")
+    assert "rank 2 failed (KeyError: 'x')," in elastic._told({0: noticed, 2: wrong}, 3)
 
 
 def test_the_job_goes_to_the_ranks_as_it_is(folder: Path) -> None:

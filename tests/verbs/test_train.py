@@ -66,7 +66,7 @@ def test_mistakes_are_one_sentence(settings: list[str], words: str, folder: Path
     def started(*_: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("kilter.train.launch._elastic", started)
+    monkeypatch.setattr("kilter.train.elastic._elastic", started)
     monkeypatch.setattr("kilter.train.launch.train", started)
     code, out, err = said(capsys, write_job(folder), *settings)
     assert (code, out) == (2, "")
@@ -77,7 +77,7 @@ def test_mistakes_are_one_sentence(settings: list[str], words: str, folder: Path
 def test_another_run_in_the_folder_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, write_job(folder), "steps=1")
-    monkeypatch.setattr("kilter.train.launch._elastic", None)
+    monkeypatch.setattr("kilter.train.elastic._elastic", None)
     code, _, err = said(capsys, folder / "job.toml", "seed=9", "layout.dp=2")
     assert code == 2 and "belongs to another job: seed differs." in err
 

@@ -143,7 +143,7 @@ class _Gather(torch.autograd.Function):
         keys, values = view.gathered(k_TGd, v_TGd)
         dq_THd, dk, dv = band_attention_grad(grads[0].contiguous(), q_THd, keys, values, out_THd,
                                              lse_TH, view.bands, scale=ctx.scale)
-        dkv = torch.stack([dk.float(), dv.float()], dim=1)
+        dkv = torch.stack([dk, dv], dim=1)
         own = tree_reduce_scatter_rows(dkv, view.axis, view.placement.sizes)
         dk_TGd, dv_TGd = own.to(k_TGd.dtype).unbind(1)
-        return dq_THd, dk_TGd, dv_TGd, None, None
+        return dq_THd.to(q_THd.dtype), dk_TGd, dv_TGd, None, None

@@ -161,7 +161,7 @@ class _Ring(torch.autograd.Function):
                 recorder: Recorder | None) -> Tensor:
         n, index = route.axis.size, route.axis.index
         out_THd = torch.zeros(q_THd.shape, dtype=torch.float32, device=q_THd.device)
-        lse_TH = torch.full(q_THd.shape[:2], -torch.inf, device=q_THd.device)
+        lse_TH = q_THd.new_full(q_THd.shape[:2], -torch.inf, dtype=torch.float32)
         kv = {index: torch.stack([k_TGd, v_TGd])}
         for step in range(n):
             exchange = _Exchange(route.axis, recorder)
@@ -169,9 +169,9 @@ class _Ring(torch.autograd.Function):
             exchange.post()
             bands = route.bands[step]
             if bands is not None:
+                keys, values = kv[(index - step) % n]
                 with _timed(recorder):
-                    more_THd, more_TH = band_attention(q_THd, *kv[(index - step) % n], bands,
-                                                       scale=scale)
+                    more_THd, more_TH = band_attention(q_THd, keys, values, bands, scale=scale)
                     merge_(out_THd, lse_TH, more_THd.float(), more_TH)
             exchange.wait()
             kv = arriving
@@ -200,11 +200,12 @@ class _Ring(torch.autograd.Function):
             sums = {}
             bands = route.bands[step] if step < n else None
             if bands is not None:
+                keys, values = kv[block]
                 with _timed(recorder):
-                    dq, dk, dv = band_attention_grad(dout_THd, q_THd, *kv[block], out_THd, lse_TH,
-                                                     bands, scale=ctx.scale)
+                    dq, dk, dv = band_attention_grad(dout_THd, q_THd, keys, values, out_THd,
+                                                     lse_TH, bands, scale=ctx.scale)
                     dq_THd += dq
-                    more = torch.stack([dk.float(), dv.float()])
+                    more = torch.stack([dk, dv])
                 if step == 0:
                     own += more
                 else:

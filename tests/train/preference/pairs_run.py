@@ -32,7 +32,9 @@ def write_inputs(folder: Path) -> None:
     tokenizer = chat_tokenizer()
     tokenizer.save(folder / "tokenizer")
     set_seed(0)
-    config = LlamaConfig(**MODEL, vocab_size=tokenizer.vocab_size, initializer_range=0.1)
+    # Padding that is the token that ends turns: scores of transformers would look past it.
+    config = LlamaConfig(**MODEL, vocab_size=tokenizer.vocab_size, initializer_range=0.1,
+                         pad_token_id=tokenizer.encode("<|im_end|>")[0])
     LlamaForCausalLM(config).save_pretrained(folder / "start")
     tokenizer.save(folder / "start")
     write_jsonl(folder / "pairs.jsonl", rows(120, 0))

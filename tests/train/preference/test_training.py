@@ -165,7 +165,7 @@ def test_a_reward_model_is_no_language_model(folder: Path) -> None:
     assert not open_model(folder / "start", reward=True).is_reward
     load_decoder(open_model(folder / "start"))
     config = json.loads((folder / "run/model/config.json").read_text())
-    assert config["pad_token_id"] is None  # no padding could be an answer's last token
+    assert config["pad_token_id"] is None  # it was the token that ends answers
 
 
 # What is learned

@@ -1,0 +1,79 @@
+"""`kilter rl` as a program for `kilter.train.elastic`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+
+from kilter.parallel.heads import split_model
+from kilter.rl.config import RLJob
+from kilter.rl.gate import Disagreement
+from kilter.rl.loop import FREE, RLRun
+from kilter.rl.prompts import Prompts
+from kilter.rl.rewards.config import resolve
+from kilter.rl.roles import RLInputs, Roles
+from kilter.rl.tasks import build_task
+from kilter.train import elastic
+from kilter.train.elastic import Exit, Program
+from kilter.train.inputs import open_start
+from kilter.train.loop import last_checkpoint, stop_signals
+from kilter.train.step import NotFinite
+from kilter.weights.bridge import ModelSource, open_model
+from kilter.weights.pull import resolve as find_model
+
+
+def run(job: RLJob) -> Exit:
+    """Runs a job, in this process or in as many as its placement asks for.
+
+    Raises:
+        ValueError: for a job that cannot be run, before anything was started.
+    """
+    return elastic.run(RL, job)
+
+
+def open_rl(job: RLJob) -> RLInputs:
+    """Opens what a job names, and checks it against each other.
+
+    Raises:
+        ValueError: for anything that is not there, cannot be read or does not fit together.
+    """
+    start = open_start(job.model)
+    last_checkpoint(job, FREE)  # refuses another job's
+    job.layout.check(job.layout.world, start.spec)
+    for degree in {job.layout.tp, job.rollout.tp}:
+        split_model(start.spec, degree)
+    job.pipeline.layers_of(start.spec, job.layout.pp)
+    if job.rollout.environment is not None:
+        resolve(job.rollout.environment)
+    splits = ["train", "held_out"] if job.eval.prompts else ["train"]
+    for split in splits:
+        task = build_task(job.task, split)  # type: ignore[arg-type]
+        Prompts(task, start.tokenizer, samples=1, format=job.rollout.format, seed=None).at(0)
+        if split == "held_out" and len(task) < job.eval.prompts:
+            raise ValueError(f"eval.prompts is {job.eval.prompts}, but the held-out split has "
+                             f"{len(task)} prompts; ask fewer, or make the split larger.")
+
+    def model_of(path: str | None) -> ModelSource | None:
+        return None if path is None else open_model(find_model(path), reward=True)
+
+    critic = model_of(None if job.critic is None else job.critic.path)
+    reward = model_of(None if job.reward_model is None else job.reward_model.path)
+    for name, source in (("critic", critic), ("reward_model", reward)):
+        if source is not None and source.spec.vocab_size < start.tokenizer.vocab_size:
+            raise ValueError(f"The {name} in {source.path} has {source.spec.vocab_size} tokens, "
+                             f"but the actor's tokenizer {start.tokenizer.vocab_size}: it reads "
+                             "what the actor writes, so it needs the same tokenizer.")
+    return RLInputs(start, critic, reward)
+
+
+def _work(job: RLJob, inputs: RLInputs, device: str, timeout: timedelta | None) -> str:
+    with stop_signals() as stop, ExitStack() as closing:
+        return RLRun(job, inputs, Roles(job, inputs, device, timeout), closing).go(stop).text
+
+
+RL = Program("kilter.rl.launch", RLJob, lambda job: job.placement.world(job.layout.world), open_rl,
+             _work, (NotFinite, Disagreement))
+
+if __name__ == "__main__":
+    elastic.main(RL, *sys.argv[1:])

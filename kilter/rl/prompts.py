@@ -1,0 +1,56 @@
+"""Prompts of a task in the run's order: place i of an endless row is always the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from kilter.rl.rollout import Prompt
+from kilter.rl.tasks import Task, TaskItem
+from kilter.tokens import Tokenizer
+from kilter.train.data.order import Permutation
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and what it came from."""
+
+    prompt: Prompt
+    item: TaskItem
+
+
+class Prompts:
+    """Epoch after epoch of a task, each in an order of its own.
+
+    Args:
+        samples: of each prompt.
+        format: how messages become tokens.
+        seed: of the order; None: as the task has them.
+        name: what the prompts' ids begin with.
+    """
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, *, samples: int,
+                 format: Literal["chat", "text"], seed: int | None, name: str = "p") -> None:
+        if len(task) == 0:
+            raise ValueError("The task has no prompts; give it at least one.")
+        self._task, self._tokenizer, self._samples = task, tokenizer, samples
+        self._format, self._seed, self._name = format, seed, name
+
+    def at(self, place: int) -> Question:
+        """Raises ValueError for messages that the format cannot take."""
+        epoch, index = divmod(place, len(self._task))
+        if self._seed is not None:
+            order = Permutation(len(self._task), self._seed, "prompts", epoch)
+            index = int(order(np.array([index]))[0])
+        item = self._task[index]
+        return Question(Prompt(self._tokens(item.messages), place, f"{self._name}{place}",
+                               self._samples), item)
+
+    def _tokens(self, messages: tuple[Mapping[str, Any], ...]) -> list[int]:
+        if self._format == "chat":
+            return self._tokenizer.encode_chat(messages)
+        text = "".join(str(message["content"]) for message in messages)
+        return self._tokenizer.encode(text)

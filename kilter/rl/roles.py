@@ -1,0 +1,372 @@
+"""The roles of a run on their ranks: who samples, judges, remembers and learns.
+
+Every rank makes a `Roles` and calls its methods together with all others; a role's own ranks do the
+work, and the result comes to all. Where roles share the actor's ranks (the default) nothing has to
+be told to anybody, since all have done it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kilter.comm.axis import Axis
+from kilter.comm.collectives import all_reduce_sum
+from kilter.mesh.layout import Layout
+from kilter.mesh.mesh import Mesh
+from kilter.models.decoder import Decoder
+from kilter.models.spec import ModelSpec
+from kilter.models.value import add_value_head
+from kilter.parallel.apply import Spread, apply
+from kilter.parallel.shards import Shard
+from kilter.rl.algorithms import Lesson
+from kilter.rl.checksum import checksum, combined
+from kilter.rl.config import RLJob
+from kilter.rl.experience import Experience, Rollout
+from kilter.rl.learners import Critic, CriticReport, Frozen, Policy, PolicyReport
+from kilter.rl.prompts import Question
+from kilter.rl.reshard import RolloutWeights, WeightSync, gather_holdings
+from kilter.rl.reshard_layout import rollout_formats, rollout_parts
+from kilter.rl.reshard_plan import Plan, make_plan
+from kilter.rl.rewards import Sample, WeightedReward, build_rewards, score
+from kilter.rl.rewards.config import resolve
+from kilter.rl.rollout import Environment, RolloutEngine
+from kilter.serve.params import SamplingParams
+from kilter.tokens import Tokenizer
+from kilter.train.inputs import Start
+from kilter.train.lora import add_adapters, init_adapters
+from kilter.train.optimizer import Optimizer
+from kilter.weights.bridge import ModelSource
+
+T = TypeVar("T")
+Phase = Callable[[str], AbstractContextManager[None]]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOTAL = "total"  # the reward part that is learned from
+MODEL_REWARD = "reward_model"
+
+
+@dataclass(frozen=True)
+class RLInputs:
+    """What a run starts from.
+
+    Attributes:
+        start: the actor's model and tokenizer.
+        critic, reward: the models that the job names for these, if it does.
+    """
+
+    start: Start
+    critic: ModelSource | None = None
+    reward: ModelSource | None = None
+
+
+class Roles:
+    """All of a job's roles, of which this rank has some.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, job: RLJob, inputs: RLInputs, device_type: str,
+                 timeout: timedelta | None = None) -> None:
+        self.job, self._inputs, self._device_type, self._timeout = (
+            job, inputs, device_type, timeout)
+        self.recipe = job.made
+        spec, tokenizer = inputs.start.spec, inputs.start.tokenizer
+        self.tokenizer: Tokenizer = tokenizer
+        self.context = job.rollout.engine.context_of(spec.max_positions)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = self._mesh(Layout(dp=job.placement.world(job.layout.world)),
+                                range(job.placement.world(job.layout.world))).axis("world")
+        self.policy: Policy | None = None
+        self.critic: Critic | None = None
+        self.reference: Frozen | None = None
+        self.reward_model: Frozen | None = None
+        self.engine: RolloutEngine | None = None
+        self._rewards: tuple[WeightedReward, ...] = ()
+        if self._has("actor"):
+            self.policy = self._make_policy()
+        if self.recipe.critic and self._has("critic"):
+            self.critic = self._make_critic()
+        if self.recipe.reference and job.lora is None and self._has("reference"):
+            self.reference = Frozen(self._frozen("reference", spec, inputs.start.source),
+                                    self._budget)
+        if job.reward_model is not None and self._has("reward_model"):
+            assert inputs.reward is not None
+            self.reward_model = Frozen(self._frozen("reward_model", inputs.reward.spec,
+                                                    inputs.reward, values=True), self._budget)
+        if self._has("rollout"):
+            ranks = self._ranks("rollout")
+            tp = job.rollout.tp
+            mesh = self._mesh(Layout(dp=len(ranks) // tp, tp=tp, sequence_parallel=False), ranks)
+            self.engine = RolloutEngine(spec, tokenizer, job.rollout_config(), mesh)
+            self._rewards = build_rewards(job.rewards)
+        self.start_checksum: str = self._tell(
+            "actor", lambda: weights_checksum(_made(self.policy).spread))
+        self._environment = self._make_environment(job.rollout.environment)
+        self._movers: Axis | None = None  # ranks between which weights move, if this is one
+        self._adapters: Plan | None = None
+        self._sync = self._make_sync()
+
+    # ---- weights ----
+
+    def send_weights(self, version: int) -> RolloutWeights | None:
+        """The actor's weights to the rollout's ranks; what that was, everywhere."""
+        if self._sync is None:
+            return self._tell("actor", lambda: None)
+        local = {} if self.policy is None else self.policy.spread.local
+        tensors = {name: (parameter.detach(), shard) for name, (parameter, shard) in local.items()}
+        parts = self._sync.send(tensors, version)
+        if self.engine is not None:
+            self.engine.update(parts, version)
+        else:
+            for _ in parts:
+                pass
+        report = self._sync.report
+        if self._adapters is not None and self._movers is not None:
+            # From the second time on only what has been trained.
+            self._sync, self._adapters = WeightSync(self._adapters, self._movers), None
+        return self._tell("actor", lambda: report)
+
+    # ---- sampling and judging ----
+
+    def sample(self, questions: Sequence[Question], step: int, params: SamplingParams
+               ) -> list[Rollout]:
+        """All questions' samples with their rewards, in order."""
+
+        def work() -> list[Rollout]:
+            engine = self.engine
+            assert engine is not None
+            engine.wake()
+            by_id = {question.prompt.id: question for question in questions}
+            mine = engine.generate(engine.share([q.prompt for q in questions]), params,
+                                   seed=self.job.seed, step=step, environment=self._environment)
+            engine.sleep()
+            return engine.gather(self._judged(mine, by_id))
+
+        return self._tell("rollout", work)
+
+    def _judged(self, rollouts: list[Rollout], by_id: Mapping[str, Question]) -> list[Rollout]:
+        """With the verifiable rewards, which a replica's first rank asks for."""
+        assert self.engine is not None
+        axis = self.engine.mesh.axis("tp")
+        parts: list[Any] = [None]
+        if axis.index == 0:
+            try:
+                samples = [Sample.of(prompt=by_id[rollout.id.rpartition("/")[0]].item.messages,
+                                     tokens=rollout.tokens, is_action=rollout.is_action,
+                                     decode=self._decode, finish=rollout.finish,
+                                     reference=by_id[rollout.id.rpartition("/")[0]].item.reference)
+                           for rollout in rollouts]
+                found = score(self._rewards, samples) if samples and self._rewards else {
+                    TOTAL: [0.0] * len(samples)}
+                parts = [found]
+            except ValueError as error:
+                parts = [str(error)]
+        if axis.size > 1:
+            dist.broadcast_object_list(parts, axis.ranks[0], group=axis.members)
+        if isinstance(parts[0], str):
+            raise ValueError(parts[0])
+        return [replace(rollout, rewards={name: values[i] for name, values in parts[0].items()})
+                for i, rollout in enumerate(rollouts)]
+
+    def judge(self, experience: Experience) -> Experience:
+        """The same with the reward model's verdicts, where there is one."""
+        config = self.job.reward_model
+        if config is None:
+            return experience
+        verdict_S = self._tell("reward_model",
+                               lambda: _made(self.reward_model).verdicts(experience))
+        total_S = experience.rewards[TOTAL] + config.weight * verdict_S
+        return experience.with_reward(MODEL_REWARD, verdict_S).with_reward(TOTAL, total_S)
+
+    # ---- looking and learning ----
+
+    def logprobs(self, experience: Experience) -> Tensor:
+        """The actor's, float32 [T] at actions."""
+        return self._tell("actor", lambda: _made(self.policy).logprobs(experience))
+
+    def reference_logprobs(self, experience: Experience) -> Tensor:
+        if self.job.lora is not None:
+            return self._tell("actor", lambda: _made(self.policy).reference_logprobs(experience))
+        return self._tell("reference", lambda: _made(self.reference).logprobs(
+            experience, self.job.rollout.temperature))
+
+    def values(self, experience: Experience) -> tuple[Tensor, Tensor]:
+        return self._tell("critic", lambda: _made(self.critic).values(experience))
+
+    def learn(self, lesson: Lesson, factor: float, version: int | None, phase: Phase
+              ) -> PolicyReport:
+        """One step of the actor."""
+        return self._tell("actor", lambda: _made(self.policy).learn(
+            lesson, factor=factor, version=version, phase=phase))
+
+    def learn_values(self, lesson: Lesson, factor: float, phase: Phase) -> CriticReport:
+        """One step of the critic."""
+        return self._tell("critic", lambda: _made(self.critic).learn(
+            lesson, factor=factor, phase=phase))
+
+    def close(self) -> None:
+        """Ends the processes that judge answers."""
+        for weighted in self._rewards:
+            if hasattr(weighted.reward, "close"):
+                weighted.reward.close()
+
+    # ---- making ----
+
+    @property
+    def _budget(self) -> int:
+        return self.job.update.token_budget or self.context
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _ranks(self, role: str) -> range:
+        return self.job.placement.ranks_of(role, self.job.layout.world)
+
+    def _has(self, role: str) -> bool:
+        return self._rank in self._ranks(role)
+
+    def _mesh(self, layout: Layout, ranks: range) -> Mesh:
+        if not dist.is_initialized():
+            return Mesh(layout, self._device_type, alone=True)
+        return Mesh(layout, self._device_type, timeout=self._timeout, ranks=ranks)
+
+    def _decoder(self, spec: ModelSpec) -> Decoder:
+        model = self.job.model
+        with torch.device("meta"):
+            return Decoder(spec, exact=model.exact, kv_dtype=DTYPES[model.kv_dtype],
+                           max_positions=self.context)
+
+    def _spread(self, model: Decoder, layout: Layout, role: str) -> Spread:
+        return apply(model, self._mesh(layout, self._ranks(role)), recompute=self.job.recompute,
+                     weights=DTYPES[self.job.precision],
+                     pipeline=self.job.pipeline if layout.pp > 1 else None)
+
+    def _make_policy(self) -> Policy:
+        job, start = self.job, self._inputs.start
+        model = self._decoder(start.spec)
+        if job.lora is not None:
+            add_adapters(model, job.lora)
+        spread = self._spread(model, job.layout, "actor")
+        optimizer = Optimizer(spread.held, job.optimizer, spread.mesh.axis("dp_cp_tp"))
+        self._fill(spread, start.source)
+        if job.lora is not None:
+            init_adapters(spread, job.lora)
+        optimizer.reloaded()
+        return Policy(spread, optimizer, self._budget, job.update.max_norm or None,
+                      recipe=self.recipe, temperature=job.rollout.temperature)
+
+    def _make_critic(self) -> Critic:
+        job, start = self.job, self._inputs.start
+        assert job.critic is not None
+        source = self._inputs.critic or start.source
+        spec = start.spec if source is None else source.spec
+        model = self._decoder(spec)
+        add_value_head(model)
+        spread = self._spread(model, job.layout_of("critic"), "critic")
+        optimizer = Optimizer(spread.held, job.critic.optimizer, spread.mesh.axis("dp_cp_tp"))
+        self._fill(spread, source)
+        optimizer.reloaded()
+        return Critic(spread, optimizer, self._budget, job.update.max_norm or None,
+                      recipe=self.recipe)
+
+    def _frozen(self, role: str, spec: ModelSpec, source: ModelSource | None, values: bool = False
+                ) -> Spread:
+        model = self._decoder(spec)
+        if values:
+            add_value_head(model)
+        model.requires_grad_(False)
+        spread = self._spread(model, self.job.layout_of(role), role)
+        self._fill(spread, source)
+        return spread
+
+    def _fill(self, spread: Spread, source: ModelSource | None) -> None:
+        spread.initialise(self.job.seed, self.job.model.std)
+        if source is not None:
+            spread.load(source)
+
+    def _make_environment(self, path: str | None) -> Environment | None:
+        if path is None:
+            return None
+        function = resolve(path)
+
+        def environment(rollout: Rollout) -> Sequence[int] | None:
+            said = function(rollout, self.tokenizer)
+            return self.tokenizer.encode(said) if isinstance(said, str) else said
+
+        return environment
+
+    def _make_sync(self) -> WeightSync | None:
+        """The way of the weights, on the ranks that train or roll out."""
+        job = self.job
+        actor, rollout = self._ranks("actor"), self._ranks("rollout")
+        ranks = range(max(actor.stop, rollout.stop) if rollout.start == 0 or
+                      rollout.start == actor.stop else actor.stop)
+        if self._rank not in ranks:
+            return None
+        self._movers = self._mesh(Layout(dp=len(ranks)), ranks).axis("world")
+        spread = None if self.policy is None else self.policy.spread
+        held = gather_holdings({} if spread is None else spread.local, self._movers)
+        whole = self._decoder(self._inputs.start.spec)
+        if job.lora is not None:
+            add_adapters(whole, job.lora)
+        tp = job.rollout.tp
+        parts = rollout_parts(whole, tp)
+        nothing: dict[str, Shard] = {}
+        needed = [parts[(rank - rollout.start) % tp] if rank in rollout else nothing
+                  for rank in ranks]
+        formats = rollout_formats(whole, DTYPES[job.precision])
+        if job.lora is not None:
+            self._adapters = make_plan(held, needed, formats, adapters_only=True)
+        return WeightSync(make_plan(held, needed, formats), self._movers)
+
+    # ---- telling ----
+
+    def _tell(self, role: str, work: Callable[[], T]) -> T:
+        """A role's work on its ranks, and its result on all."""
+        ranks = self._ranks(role)
+        if len(ranks) == self.world.size:
+            return work()
+        told: list[Any] = [None]
+        if self._rank in ranks:
+            told = [work()]
+        dist.broadcast_object_list(told, self.world.ranks[ranks.start], group=self.world.members)
+        found: T = told[0]
+        return found
+
+
+def _made(role: T | None) -> T:
+    assert role is not None  # only its own ranks are asked
+    return role
+
+
+def weights_checksum(spread: Spread) -> str:
+    """Of a spread model's weights, the same in every layout; collective."""
+    mesh = spread.mesh
+    gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
+    device = torch.device(mesh.device_type)
+
+    def mine(name: str) -> Tensor:
+        tensor, shard = spread.local.get(name, (None, None))
+        parts = [(box, part) for box, own, part in shard.parts(tensor) if own and gives
+                 and part.numel()] if shard is not None and tensor is not None else []
+        return checksum(parts, torch.float32, device)
+
+    sums = all_reduce_sum(torch.stack([mine(name) for name in spread.shards]), mesh.axis("world"))
+    return f"{combined(spread.shards, sums.tolist()):016x}"
+
+
+def world_of(job: RLJob, axis: Axis) -> str:
+    """The placement as a line."""
+    parts = [f"actor on {job.layout.world} ({job.layout})"]
+    parts += [f"{role} on {n}" for role in ("rollout", "critic", "reference", "reward_model")
+              if (n := getattr(job.placement, role))]
+    return f"{axis.size} ranks: " + ", ".join(parts) if axis.size > 1 else str(job.layout)

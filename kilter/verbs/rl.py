@@ -1,0 +1,28 @@
+"""`kilter rl JOB.toml [key=value …]`: reinforcement learning as a job file says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
+    parser.add_argument("settings", nargs="*", metavar="key=value",
+                        help="settings in place of the file's, by dotted name: optimizer.lr=1e-6 "
+                             "layout.dp=2")
+
+
+def run(args: argparse.Namespace) -> int:
+    from kilter.job import read_job
+    from kilter.rl.config import RLJob
+
+    job = read_job(RLJob, args.job, args.settings)  # before anything slow
+    from kilter.rl import launch
+
+    ending = launch.run(job)
+    if ending.text:
+        print(ending.text if ending.code == 0 else f"kilter: error: {ending.text}",
+              file=sys.stdout if ending.code == 0 else sys.stderr, flush=True)
+    return ending.code
