@@ -198,7 +198,7 @@ def striped(tokens: int, behind: bool) -> list[Run]:
     return [(0, tokens, 0, tokens, NO_LOW, -1 if behind else 0)]
 
 
-BITS = [Case.of(530, 530, causal([400, 130], 90), heads=3, groups=1, dim=20),
+BITS = [Case.of(530, 530, causal([400, 130], 300), heads=3, groups=1, dim=20),
         Case.of(300, 420, striped(300, True), heads=2, dim=64),
         Case.of(130, 600, [(10, 100, 300, 600, NO_LOW, NO_HIGH), (10, 100, 0, 290, -50, 100),
                            (100, 125, 0, 600, NO_LOW, 300)], heads=6, dim=24)]

@@ -113,25 +113,29 @@ class View:
         return side_by_side([self.mask.bands(strips[self.axis.index], theirs) for theirs in strips],
                             self.placement.sizes)
 
-    def gathered(self, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' keys and values, rank after rank."""
-        kv = all_gather_rows(torch.stack([k_TGd, v_TGd], dim=1), self.axis, self.placement.sizes)
-        return kv[:, 0].contiguous(), kv[:, 1].contiguous()
+    def gathered(self, x_TGd: Tensor) -> Tensor:
+        """All ranks' rows, rank after rank."""
+        return all_gather_rows(x_TGd.contiguous(), self.axis, self.placement.sizes)
+
+    def summed(self, x_NGd: Tensor) -> Tensor:
+        """This rank's rows of the sum of what all ranks have for all rows."""
+        return tree_reduce_scatter_rows(x_NGd, self.axis, self.placement.sizes)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, view: View,
                 scale: float) -> Tensor:
-        keys, values = view.gathered(k_TGd, v_TGd)
         pages = view.pages
         if pages is None:
-            out_THd, lse_TH = band_attention(q_THd, keys, values, view.bands, scale=scale)
+            out_THd, lse_TH = band_attention(q_THd, view.gathered(k_TGd), view.gathered(v_TGd),
+                                             view.bands, scale=scale)
         else:
             out_THd, lse_TH = attention(
-                q_THd, keys[pages.rows], values[pages.rows], pages.cu_S1,
-                context_S=pages.context_S, page_table_SP=pages.table_SP, page_size=PAGE,
-                scale=scale, window=view.mask.window, max_seqlen=pages.longest, return_lse=True)
+                q_THd, view.gathered(k_TGd)[pages.rows], view.gathered(v_TGd)[pages.rows],
+                pages.cu_S1, context_S=pages.context_S, page_table_SP=pages.table_SP,
+                page_size=PAGE, scale=scale, window=view.mask.window, max_seqlen=pages.longest,
+                return_lse=True)
         ctx.save_for_backward(q_THd, k_TGd, v_TGd, out_THd, lse_TH)
         ctx.view, ctx.scale = view, scale
         return out_THd
@@ -140,10 +144,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q_THd, k_TGd, v_TGd, out_THd, lse_TH = ctx.saved_tensors
         view = ctx.view
-        keys, values = view.gathered(k_TGd, v_TGd)
-        dq_THd, dk, dv = band_attention_grad(grads[0].contiguous(), q_THd, keys, values, out_THd,
-                                             lse_TH, view.bands, scale=ctx.scale)
-        dkv = torch.stack([dk, dv], dim=1)
-        own = tree_reduce_scatter_rows(dkv, view.axis, view.placement.sizes)
-        dk_TGd, dv_TGd = own.to(k_TGd.dtype).unbind(1)
+        dq_THd, dk_NGd, dv_NGd = band_attention_grad(
+            grads[0].contiguous(), q_THd, view.gathered(k_TGd), view.gathered(v_TGd), out_THd,
+            lse_TH, view.bands, scale=ctx.scale)
+        dk_TGd, dv_TGd = (view.summed(x).to(k_TGd.dtype) for x in (dk_NGd, dv_NGd))
         return dq_THd.to(q_THd.dtype), dk_TGd, dv_TGd, None, None

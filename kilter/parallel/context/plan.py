@@ -175,7 +175,7 @@ def wire_bytes(method: Method, tokens: int, kv_heads: int, heads: int, head_dim:
         return Sent(away * (4 * q_and_out + kv_bytes * kv_heads), away * 4 * (q_and_out + kv_heads))
     kv = rows * 2 * kv_heads * head_dim  # elements of a rank's keys and values
     if method == "all_gather":
-        gathered = collective_bytes("all_gather", n * kv * kv_bytes, n)
+        gathered = 2 * collective_bytes("all_gather", n * kv // 2 * kv_bytes, n)
         return Sent(gathered, gathered + (n - 1) * kv * 4)
     # Each block goes as far as the last rank that sees it, its gradient as far and home.
     hops = n * (n - 1) // (2 if placement == "contiguous" else 1)

@@ -78,6 +78,10 @@ def test_only_what_differs_counts(template: str) -> None:
     assert targets(tokenizer, rejected) == ["h<|im_end|>"]
     prompt = {"prompt": start, "chosen": more, "rejected": "h"}
     assert tokenise(prompt, template).tokens_N.tolist() == tokenise(row, template).tokens_N.tolist()
+    parted = {"chosen": [USER, GOOD, *more[1:]], "rejected": [USER, BAD, *more[1:]]}
+    chosen, rejected = sides(tokenise(parted, template))
+    assert targets(tokenizer, chosen) == ["he: 4<|im_end|>", "yes<|im_end|>"]
+    assert targets(tokenizer, rejected) == ["5<|im_end|>", "yes<|im_end|>"]
     last, _ = sides(tokenise(row, FORGETFUL, chat=ChatConfig(turns="last")))
     assert targets(tokenizer, last) == ["(thinking)yes<|im_end|>"]
 
@@ -166,6 +170,17 @@ def test_both_sides_are_in_one_pack(tmp_path: Path) -> None:
             seen += [id.record for id in pack.ids]
             assert pack.padded(200).valid == pack.valid and pack.blank().valid == 0
     assert sorted(seen) == list(range(40))
+
+
+def test_a_target_that_begins_a_sequence_is_not_the_one_befores_label(tmp_path: Path) -> None:
+    """Where a template leaves out all but answers, nothing predicts their first tokens."""
+    only = "{% for m in messages if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    path = write_jsonl(tmp_path / "pairs.jsonl", [PLAIN])
+    data = open_data(pairs_config(path), chat_tokenizer(only), tmp_path / "cache")
+    with DataLoader(data, 1) as loader:
+        [pack] = loader.next_step()
+    assert chat_tokenizer().decode(pack.tokens_T.tolist(), False) == "he: 4<|im_end|>5<|im_end|>"
+    assert (pack.labels_T == IGNORE).nonzero()[:, 0].tolist() == [4, 6]
 
 
 def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path) -> None:
