@@ -21,6 +21,7 @@ from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.parallel.apply import Spread, apply
+from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
 from kilter.train.optimizer import Optimizer, OptimizerConfig
@@ -40,6 +41,7 @@ class Case:
     model: str = "tied"
     recompute: Recompute = field(default_factory=Recompute)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, eps=1e-6))
 
     @property
@@ -159,6 +161,48 @@ def cases() -> list[Case]:
              pipeline=PipelineConfig("zb-h1")),
         Case("everything pp4 dualpipe-v", Layout(pp=2, dp=2, zero=3), "everything",
              pipeline=PipelineConfig("dualpipe-v")),
+        Case("cp2 ring contiguous", Layout(cp=2), context=ContextConfig("ring", "contiguous")),
+        Case("cp4 ring zigzag", Layout(cp=4), "untied"),
+        Case("cp3 ring striped", Layout(cp=3), context=ContextConfig("ring", "striped")),
+        Case("cp4 ulysses", Layout(cp=4), context=ContextConfig("ulysses", "contiguous")),
+        Case("cp2 all-gather zigzag", Layout(cp=2), "untied",
+             context=ContextConfig("all_gather", "zigzag")),
+        Case("cp4 all-gather balanced", Layout(cp=4),
+             context=ContextConfig("all_gather", "balanced", block=8)),
+        Case("cp2 ring ddp2", Layout(cp=2, dp=2)),
+        Case("cp2 striped zero1-2", Layout(cp=2, dp=2, zero=1),
+             context=ContextConfig("ring", "striped")),
+        Case("cp2 ulysses zero2-2", Layout(cp=2, dp=2, zero=2),
+             context=ContextConfig("ulysses", "contiguous")),
+        Case("cp2 ring zero3-2", Layout(cp=2, dp=2, zero=3)),
+        Case("cp4 ring zero3 over cp", Layout(cp=4, zero=3)),
+        Case("cp2 ring hsdp 2x2", Layout(cp=2, dp=4, replicate=2, zero=3), "untied"),
+        Case("cp2 ring tp2+sp", Layout(cp=2, tp=2)),
+        Case("cp2 ulysses tp2+sp", Layout(cp=2, tp=2),
+             context=ContextConfig("ulysses", "contiguous")),
+        Case("cp2 all-gather tp4", Layout(cp=2, tp=4, sequence_parallel=False), "untied",
+             context=ContextConfig("all_gather", "zigzag")),
+        Case("cp2 ring pp2 1f1b", Layout(cp=2, pp=2)),
+        Case("cp2 ulysses pp2 zb-v", Layout(cp=2, pp=2),
+             context=ContextConfig("ulysses", "contiguous"), pipeline=PipelineConfig("zb-v")),
+        Case("cp2 striped pp2 tp2+sp", Layout(cp=2, pp=2, tp=2),
+             context=ContextConfig("ring", "striped")),
+        Case("cp2 ring pp2 tp2+sp zero3 over cp", Layout(cp=2, pp=2, tp=2, zero=3), "untied",
+             pipeline=PipelineConfig("interleaved"), recompute=selective),
+        Case("cp2 ring pp2 zero3-2", Layout(cp=2, pp=2, dp=2, zero=3)),
+        Case("cp2 ring tp2+sp zero3-2", Layout(cp=2, tp=2, dp=2, zero=3)),
+        Case("cp2 all-gather pp2 zero1-2", Layout(cp=2, pp=2, dp=2, zero=1),
+             context=ContextConfig("all_gather", "balanced", block=8),
+             pipeline=PipelineConfig("zb-h1")),
+        Case("cp2 ring recompute full", Layout(cp=2), recompute=full),
+        Case("everything cp2 ring", Layout(cp=2), "everything"),
+        Case("everything cp4 ulysses", Layout(cp=4), "everything",
+             context=ContextConfig("ulysses", "contiguous")),
+        Case("everything cp2 all-gather tp2+sp", Layout(cp=2, tp=2), "everything",
+             context=ContextConfig("all_gather", "striped")),
+        Case("smollm2 cp3 ulysses zero3", Layout(cp=3, zero=3), "smollm2",
+             context=ContextConfig("ulysses", "contiguous")),
+        Case("smollm2 cp2 ring tp3+sp", Layout(cp=2, tp=3), "smollm2"),
         Case("muon pp2 zero3-2", Layout(pp=2, dp=2, zero=3),
              optimizer=OptimizerConfig("muon", lr=1e-3, eps=1e-6)),
         Case("smollm2 pp2 1f1b", Layout(pp=2), "smollm2"),
@@ -223,7 +267,8 @@ def train(case: Case, steps: int = 3) -> Outcome:
     mesh = Mesh(case.layout) if case.layout.world > 1 else Mesh.single()
     with torch.device("meta"):
         model = Decoder(spec)
-    spread = apply(model, mesh, recompute=case.recompute, pipeline=case.pipeline)
+    spread = apply(model, mesh, recompute=case.recompute, pipeline=case.pipeline,
+                   context=case.context)
     spread.initialise(seed=1)
     optimizer = Optimizer(spread.held, case.optimizer, mesh.axis("dp_cp_tp"))
     losses, norms = [], []

@@ -1,9 +1,11 @@
-"""Writes question-and-answer conversations of a reasoning-gym task, one JSON object per line.
+"""Writes questions and answers of a reasoning-gym task, one JSON object per line.
 
     python examples/make_reasoning_chats.py chain_sum sums.jsonl --size 2000
 
 Each line is {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}, as a data source
-with chat = true reads it. Needs the package reasoning-gym.
+with chat = true reads it. With --pairs it is {"prompt": ..., "chosen": ..., "rejected": ...}, the
+right answer and another question's, for a source with pairs = true. Needs the package
+reasoning-gym.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def write_chats(task: str, out: Path, size: int, seed: int, system: str = "") -> None:
+def write_chats(task: str, out: Path, size: int, seed: int, system: str = "", pairs: bool = False
+                ) -> None:
     """Raises ValueError for a task that reasoning-gym does not have."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -25,10 +28,18 @@ def write_chats(task: str, out: Path, size: int, seed: int, system: str = "") ->
     start = [{"role": "system", "content": system}] if system else []
     new = out.with_name(f".{out.name}.new")
     with open(new, "w", encoding="utf-8") as file:
-        for entry in reasoning_gym.create_dataset(task, size=size, seed=seed):
-            messages = [*start, {"role": "user", "content": entry["question"]},
-                        {"role": "assistant", "content": entry["answer"]}]
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+        entries = list(reasoning_gym.create_dataset(task, size=size, seed=seed))
+        for i, entry in enumerate(entries):
+            prompt = [*start, {"role": "user", "content": entry["question"]}]
+            row = {"messages": [*prompt, {"role": "assistant", "content": entry["answer"]}]}
+            if pairs:
+                wrong = next((other["answer"] for other in entries[i + 1:] + entries[:i]
+                              if other["answer"] != entry["answer"]), None)
+                if wrong is None:
+                    raise ValueError(f"All {size} answers of {task} are the same, so none is "
+                                     "wrong; ask for more.")
+                row = {"prompt": prompt, "chosen": entry["answer"], "rejected": wrong}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     new.replace(out)
 
 
@@ -39,16 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=1000, help="conversations (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--system", default="", help="a system message before each question")
+    parser.add_argument("--pairs", action="store_true",
+                        help="write pairs of a right and a wrong answer")
     given = parser.parse_args(arguments)
     try:
-        write_chats(given.task, given.out, given.size, given.seed, given.system)
+        write_chats(given.task, given.out, given.size, given.seed, given.system, given.pairs)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     except ImportError:
         print("This needs reasoning-gym: pip install reasoning-gym", file=sys.stderr)
         return 2
-    print(f"{given.out}: {given.size} conversations of {given.task}")
+    what = "pairs" if given.pairs else "conversations"
+    print(f"{given.out}: {given.size} {what} of {given.task}")
     return 0
 
 

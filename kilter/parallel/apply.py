@@ -26,6 +26,7 @@ from kilter.models.init import initial
 from kilter.models.linear import Embedding, Linear
 from kilter.models.spec import ModelSpec
 from kilter.models.value import ValueModel
+from kilter.parallel.context.plan import ContextConfig, check_context
 from kilter.parallel.data import (
     DataParallel,
     FullyShardedStates,
@@ -62,7 +63,8 @@ class Spread:
             before data parallelism cuts it further.
         local: every parameter's elements on this rank.
         parts: its stages, one where there is no pipeline.
-        pipeline: what runs them, where there is one.
+        context: how attention works where sequences are spread over ranks.
+        pipeline: what runs the stages, where there is one.
     """
 
     mesh: Mesh
@@ -70,6 +72,7 @@ class Spread:
     shards: dict[str, Shard]
     local: dict[str, tuple[nn.Parameter, Shard]]
     parts: list[Part] = field(repr=False)
+    context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: Pipeline | None = field(default=None, repr=False)
     _tied: TiedCopy | None = field(default=None, repr=False)
 
@@ -176,7 +179,8 @@ class Spread:
 
 
 def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
-          weights: torch.dtype = torch.float32, pipeline: PipelineConfig | None = None) -> Spread:
+          weights: torch.dtype = torch.float32, pipeline: PipelineConfig | None = None,
+          context: ContextConfig | None = None) -> Spread:
     """Spreads a decoder over the ranks of a mesh.
 
     Args:
@@ -185,6 +189,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
         weights: the format that large matrices are rounded to when they are used; the parameters
             themselves stay float32 and gradients pass straight through.
         pipeline: how the stages work, where the layout has several.
+        context: how attention works, where the layout has cp.
 
     Raises:
         ValueError: if the model cannot be spread so.
@@ -192,6 +197,8 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
     layout = mesh.layout
     tensor = mesh.axis("tp")
     sequence = bool(layout.sequence_parallel) and tensor.size > 1
+    context = context or ContextConfig()
+    check_context(model.spec, layout, context)
     shards = apply_tensor(model, tensor, kv_sharers(model.spec, mesh), sequence)
     if weights != torch.float32:
         round_weights(model, weights)
@@ -202,7 +209,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
     if axis.size == 1:
         whole = cut(model, range(model.spec.num_layers), True, True)
         part, local = _make_part(whole, mesh, shards, tensor, sequence, True, False)
-        return Spread(mesh, model, shards, local, [part])
+        return Spread(mesh, model, shards, local, [part], context)
     schedule, cuts = config.layers_of(model.spec, axis.size)
     last = schedule.num_stages - 1
     parts: dict[int, Part] = {}
@@ -232,7 +239,8 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
     if mesh.device_type != "cpu":
         ways = lanes(mesh, schedule.placement)
     runner = Pipeline(parts, schedule.placement, config, axis, width, rows, ways)
-    return Spread(mesh, _union(model, parts), shards, local, list(parts.values()), runner, tied)
+    return Spread(mesh, _union(model, parts), shards, local, list(parts.values()), context,
+                  runner, tied)
 
 
 def _make_part(decoder: Decoder, mesh: Mesh, shards: dict[str, Shard], tensor: Axis, sequence: bool,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kilter.mesh.layout import Layout
+from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
 from kilter.train.checkpoint import CheckpointConfig
@@ -178,6 +179,7 @@ class TrainJob:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     layout: Layout = field(default_factory=Layout)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     recompute: Recompute = field(default_factory=Recompute)
     lora: LoraConfig | None = None
     dpo: DpoConfig = field(default_factory=DpoConfig)
@@ -220,6 +222,8 @@ class TrainJob:
         if self.kind in OF_PAIRS and layout.cp > 1:
             problems.append(f"layout.cp is {layout.cp}, but context parallelism is not there yet "
                             f"for kind = {self.kind}; it must be 1")
+        if layout.cp == 1 and self.context != ContextConfig():
+            problems.append("context is set, but layout.cp is 1; leave it out, or set layout.cp")
         if layout.pp == 1 and self.pipeline != PipelineConfig():
             problems.append("pipeline is set, but layout.pp is 1; leave it out, or set layout.pp")
         return problems
@@ -248,8 +252,8 @@ class TrainJob:
 
 
 # What may differ between a checkpoint's job and the one that goes on from it.
-FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "recompute", "checkpoint",
-         "eval", "log", "launch")
+FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "context", "recompute",
+        "checkpoint", "eval", "log", "launch")
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kilter.models.spec import ModelSpec
+from kilter.parallel.context.plan import check_context
 from kilter.parallel.heads import split_model
 from kilter.tokens import Tokenizer
 from kilter.train.config import LaunchConfig, ModelConfig, TrainJob
@@ -86,6 +87,7 @@ def open_inputs(job: TrainJob) -> Inputs:
     job.layout.check(job.layout.world, spec)
     split_model(spec, job.layout.tp)
     job.pipeline.layers_of(spec, job.layout.pp)
+    check_context(spec, job.layout, job.context)
     _check_machine(job)
     return Inputs(spec, start.source, start.tokenizer, start.carried,
                   open_data(job.data, start.tokenizer))

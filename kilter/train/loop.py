@@ -124,7 +124,7 @@ class Run:
         if job.kind == "reward":
             add_value_head(model)
         self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision],
-                            pipeline=job.pipeline)
+                            pipeline=job.pipeline, context=job.context)
         self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
         dp = mesh.axis("dp")
         self.loader = closing.enter_context(

@@ -22,6 +22,7 @@ from torch import Tensor
 from kilter.comm.axis import Axis
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
+from kilter.parallel.context.plan import spread_batch
 from kilter.parallel.norm import clip_gradients, culprits, gradient_norm
 from kilter.train.optimizer import Optimizer
 
@@ -151,15 +152,15 @@ def update(spread: Spread, optimizer: Optimizer, own_loss: Tensor, *, factor: fl
 
 def local_rows(spread: Spread, micro_batch: MicroBatch, device: torch.device
                ) -> tuple[Batch, Tensor]:
-    """A micro-batch as this rank computes it, and its targets: padded to what sequence parallelism
-    can divide."""
+    """A micro-batch as this rank computes it, and its targets: its rows under context parallelism,
+    padded to what sequence parallelism can divide."""
     batch, targets_T = micro_batch.batch(device), micro_batch.targets_T.to(device)
     layout = spread.mesh.layout
-    missing = -batch.num_tokens % layout.tp if layout.sequence_parallel else 0
-    if missing:
-        batch = _padded(batch, missing)
-        targets_T = torch.nn.functional.pad(targets_T, (0, missing), value=-1)
-    return batch, targets_T
+    multiple = layout.tp if layout.sequence_parallel else 1
+    if layout.cp == 1 and batch.num_tokens % multiple == 0:
+        return batch, targets_T
+    local = spread_batch(batch, spread.mesh.axis("cp"), spread.context, multiple)
+    return local.batch, local.local(targets_T, -1)
 
 
 def token_loss(forward: Callable[..., Tensor], batch: Batch, targets_T: Tensor, count: float = 1.0
@@ -206,16 +207,6 @@ def _runs(items: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
             run = []
     if run:
         yield run
-
-
-def _padded(batch: Batch, missing: int) -> Batch:
-    """The batch with one more sequence, of token 0, for which there are no targets: no other
-    sequence sees it."""
-    cu_S1 = batch.cu_seqlens_S1
-    return Batch(
-        torch.cat([batch.tokens_T, batch.tokens_T.new_zeros(missing)]),
-        torch.cat([batch.positions_T, torch.arange(missing).to(batch.positions_T)]),
-        torch.cat([cu_S1, cu_S1[-1:] + missing]), max(batch.max_seqlen, missing))
 
 
 def _summed(values: Tensor, axis: Axis) -> Tensor:

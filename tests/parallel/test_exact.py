@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,7 +16,9 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.ops.logprob import vocab_chunk
 from kilter.parallel.apply import apply
+from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.heads import vocab_chunks
+from kilter.train.step import local_rows
 from tests.ranks import RankPool
 
 
@@ -40,6 +43,41 @@ def forward(model: str, layout: Layout) -> tuple[Tensor, Tensor]:
     rows_of[-1] -= sum(rows_of) - spec.vocab_size
     logits_TV = all_gather_rows(logits_TV.t().contiguous(), tp, rows_of).t()
     return logits_TV.contiguous(), logprobs_T
+
+
+def local_logprobs(model: str, layout: Layout, context: ContextConfig) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of this rank's rows, the rows' numbers)."""
+    spec = MODELS[model]()
+    mesh = Mesh(layout) if layout.world > 1 else Mesh.single()
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    spread = apply(decoder, mesh, context=context)
+    spread.initialise(seed=1, std=0.2)
+    rows = data(spec.vocab_size)[0][2]
+    batch, targets_T = local_rows(spread, rows, torch.device("cpu"))
+    numbers = replace(rows, targets_T=torch.arange(len(rows.targets_T)))
+    (found,) = spread.forward_all([batch], lambda forward, _: forward(batch, targets_T))
+    assert found is not None
+    return found, local_rows(spread, numbers, torch.device("cpu"))[1]
+
+
+@pytest.mark.parametrize(("model", "layout", "context"), [
+    ("tied", Layout(cp=2), ContextConfig("all_gather", "zigzag")),
+    ("untied", Layout(cp=4), ContextConfig("all_gather", "balanced", block=8)),
+    ("everything", Layout(cp=2, tp=2), ContextConfig("all_gather", "striped")),
+    ("tied", Layout(cp=4), ContextConfig("ulysses", "contiguous")),
+    ("everything", Layout(cp=2), ContextConfig("ulysses", "contiguous")),
+], ids=str)
+def test_bits_of_one_rank_with_its_rows_spread(ranks: RankPool, model: str, layout: Layout,
+                                               context: ContextConfig) -> None:
+    """All-gather and Ulysses keep the bits; a ring merges partial results, which rounds."""
+    _, whole_T = alone(model)
+    seen = torch.zeros(len(whole_T), dtype=torch.int64)
+    for found_T, numbers_T in ranks.run(layout.world, local_logprobs, model, layout, context):
+        there = numbers_T >= 0
+        assert torch.equal(found_T[there], whole_T[numbers_T[there]])
+        seen[numbers_T[there]] += 1
+    assert bool((seen == layout.world // layout.cp).all())
 
 
 @cache

@@ -125,6 +125,24 @@ def test_resume_on_other_ranks(before: dict[str, Any], after: dict[str, Any], fo
         torch.testing.assert_close(right[name], left[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_resume_over_three_layouts(folder: Path, ranks: RankPool) -> None:
+    """fsdp4 → tp2·pp2 → cp2·dp2: the losses and the samples of the run that was not cut."""
+    whole = make_job(folder, layout=FSDP4, output=str(folder / "whole"))
+    ids = in_order(everyone(ranks, ids_of, whole))
+    cut = {"output": str(folder / "cut"), "checkpoint": {"every": 3, "keep": 0}}
+    everyone(ranks, die_after, make_job(folder, layout=FSDP4, **cut), 4)
+    everyone(ranks, die_after, make_job(folder, layout={"tp": 2, "pp": 2}, **cut), 7)
+    last = make_job(folder, layout={"cp": 2, "dp": 2}, **cut)
+    later = in_order(everyone(ranks, ids_of, last)[::2])  # one rank of each cp pair
+    assert later == ids[6:]
+    one, other = losses(whole), losses(last)
+    assert one.keys() == other.keys()
+    assert max(abs(one[step] - other[step]) / one[step] for step in one) < 1e-6
+    left, right = tensors(whole, 10), tensors(last, 10)
+    for name in left:
+        torch.testing.assert_close(right[name], left[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 def save_again(job: dict[str, Any], place: str) -> None:
     """What a rank has after it was restored, written by the layout it has now."""
     with new_run(build(TrainJob, job)) as run:

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from kilter.comm.axis import Axis
 from kilter.comm.counter import wire_bytes as collective_bytes
+from kilter.mesh.layout import Layout
 from kilter.models.batch import Attend, Batch
+from kilter.models.spec import ModelSpec
 from kilter.parallel.context.balance import PlacementKind, place
 from kilter.parallel.context.gather import GatherAttention
 from kilter.parallel.context.mask import Mask
 from kilter.parallel.context.placement import Placement
 from kilter.parallel.context.ring import Recorder, RingAttention
 from kilter.parallel.context.ulysses import UlyssesAttention, kv_copies
+from kilter.parallel.heads import split_model
 
 Method = Literal["ring", "ulysses", "all_gather"]
 
@@ -68,6 +71,17 @@ class ContextConfig:
             problems.append(f"block is {self.block} but must be positive.")
         if problems:
             raise ValueError(" ".join(problems))
+
+
+def check_context(spec: ModelSpec, layout: Layout, config: ContextConfig) -> None:
+    """That the model's attention can be spread so.
+
+    Raises:
+        ValueError: naming the degrees that work.
+    """
+    if layout.cp > 1 and config.method == "ulysses":
+        for part in split_model(spec, layout.tp):
+            kv_copies(part.spec.num_heads, part.spec.num_kv_heads, layout.cp)
 
 
 @dataclass(frozen=True, eq=False)

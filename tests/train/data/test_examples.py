@@ -21,6 +21,10 @@ def test_reasoning_chats_can_be_trained_on(tmp_path: Path, capsys: Any) -> None:
     source = SourceConfig((str(path),), chat=True)
     data = open_data(DataConfig((source,), seq_len=400), chat_tokenizer(), tmp_path / "cache")
     assert data.train.counts.units == data.train.counts.documents == 5
+    pairs = tmp_path / "pairs.jsonl"
+    assert main(["chain_sum", str(pairs), "--size", "5", "--pairs"]) == 0
+    config = DataConfig((SourceConfig((str(pairs),), pairs=True),), 800, long_documents="drop")
+    assert open_data(config, chat_tokenizer(), tmp_path / "cache").train.counts.units == 5
     assert main(["no_such_task", str(path)]) == 2
     assert "no task no_such_task" in capsys.readouterr().err
 

@@ -174,7 +174,8 @@ def test_both_sides_are_in_one_pack(tmp_path: Path) -> None:
 
 def test_a_target_that_begins_a_sequence_is_not_the_one_befores_label(tmp_path: Path) -> None:
     """Where a template leaves out all but answers, nothing predicts their first tokens."""
-    only = "{% for m in messages if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    only = ("{% for m in messages if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}"
+            "{% endfor %}")
     path = write_jsonl(tmp_path / "pairs.jsonl", [PLAIN])
     data = open_data(pairs_config(path), chat_tokenizer(only), tmp_path / "cache")
     with DataLoader(data, 1) as loader:
