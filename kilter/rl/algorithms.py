@@ -53,6 +53,10 @@ class Recipe:
         dual_clip: the most a ratio counts for with a negative advantage; 0: no such bound.
         gamma, lam: of returns and of GAE.
         std_ddof: of grpo's standard deviation.
+        bootstrap: whether GAE takes an answer that a limit cut off as one that goes on, and adds
+            the critic's value of its last state to the reward it was given. Only for rewards that
+            are given on the way: where the whole answer has been judged nothing is to come, and a
+            value that is learned from itself runs away.
         whiten: whether GAE's advantages are whitened over the step.
         value_clip, value_weight: of the critic's loss; a clip of 0 is none.
         kl: where the divergence from the reference counts: in the ``reward`` of each token, in the
@@ -80,6 +84,7 @@ class Recipe:
     gamma: float = 1.0
     lam: float = 0.95
     std_ddof: int = 1
+    bootstrap: bool = False
     whiten: bool = True
     value_clip: float = 0.2
     value_weight: float = 1.0
@@ -189,6 +194,7 @@ class RecipeConfig:
     gamma: float | None = None
     lam: float | None = None
     std_ddof: int | None = None
+    bootstrap: bool | None = None
     whiten: bool | None = None
     value_clip: float | None = None
     value_weight: float | None = None

@@ -226,10 +226,11 @@ class Critic(Learner):
 
     def values(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(float32 [T], of the state each action was taken in, at the action, NaN elsewhere;
-        float32 [S], of the state after a sequence's last token, 0 where it ended by itself)."""
+        float32 [S], of the state after a sequence's last token, 0 where nothing is to come)."""
         rows_T = rows_of(self.spread, experience, self.token_budget, value_rows)
         last_S = rows_T[experience.cu_seqlens_S1[1:].long() - 1]
-        return _at_actions(experience, rows_T), only(last_S, experience.truncated_S)
+        goes_on_S = experience.truncated_S & self.recipe.bootstrap
+        return _at_actions(experience, rows_T), only(last_S, goes_on_S)
 
     def learn(self, lesson: Lesson, *, factor: float, phase: Phase) -> CriticReport:
         """One step on a whole lesson: the mean loss over its tokens."""

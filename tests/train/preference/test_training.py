@@ -57,6 +57,19 @@ def test_any_layout_is_one_device(folder: Path, ranks: RankPool, kind: str, layo
     assert [line["targets"] for line in metrics(job, "eval")] == [30]
 
 
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 3}, {"tp": 2, "pp": 2}], ids=str)
+def test_a_reference_without_adapters_is_one_devices(folder: Path, ranks: RankPool,
+                                                     layout: dict[str, Any]) -> None:
+    """It is a forward pass of its own in each step, and in the evaluation."""
+    lora = {"rank": 2}
+    one = pairs_job(folder, "dpo", lora=lora, output=str(folder / "one"))
+    run(None, one)
+    job = pairs_job(folder, "dpo", lora=lora, layout=layout)
+    run(ranks, job)
+    assert told(job) == pytest.approx(told(one), rel=1e-5)
+    assert not (folder / "run/reference.safetensors").exists()
+
+
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 def test_packing_changes_nothing(folder: Path, kind: str) -> None:
     """The same pairs in packs of several or one by one."""
