@@ -28,7 +28,7 @@ class Mesh:
 
     Attributes:
         layout: what the mesh was made of.
-        rank: this rank's place among the mesh's ranks.
+        rank: this rank's place among the mesh's ranks; -1 if it is none of them.
         coordinates: its place on every axis of both views.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -40,19 +40,25 @@ class Mesh:
                  timeout: timedelta | None = None, ranks: Sequence[int] | None = None) -> None:
         """``alone`` ignores the default process group; the layout is then of one rank.
         ``timeout``: how long a collective waits for the other ranks; default torch's own, which
-        is not the default group's. ``ranks``: those of the default group that the mesh is made of,
-        and that make it; default all."""
+        is not the default group's. ``ranks``: those of the default group that the mesh is made of;
+        default all. All ranks of the default group make it, with the axes they will ask it for
+        (`axis`, `make_axis`): the others have no use for it but that groups get the same names
+        everywhere."""
         distributed = dist.is_initialized() and not alone
         self._ranks = list(ranks if ranks is not None else
                            range(dist.get_world_size() if distributed else 1))
-        self._partial = ranks is not None and len(self._ranks) < dist.get_world_size()
         layout.check(len(self._ranks))
+        self._whole = not distributed or len(self._ranks) == dist.get_world_size()
         self.layout = layout
         self.device_type = device_type
         self.timeout = timeout
-        self.rank = self._ranks.index(dist.get_rank()) if distributed else 0
-        self.coordinates = layout.coordinates(self.rank)
+        self.rank = 0
+        if distributed:
+            own = dist.get_rank()
+            self.rank = self._ranks.index(own) if own in self._ranks else -1
+        self.coordinates = layout.coordinates(max(self.rank, 0))
         self._axes: dict[str, Axis] = {}
+        self._made: dict[tuple[str, tuple[tuple[int, ...], ...]], Axis] = {}
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._own: dist.ProcessGroup | None = None
         for name in _MADE_AT_ONCE:
@@ -93,26 +99,35 @@ class Mesh:
         if not dist.is_initialized():
             raise ValueError("A DeviceMesh needs an initialised process group; start the ranks "
                              "with torchrun or call init_process_group first.")
+        if self.rank < 0:
+            raise ValueError("This rank is none of the mesh's, so it has no DeviceMesh of it.")
         if names not in self._device_meshes:
             self._device_meshes[names] = self._make_device_mesh(names)
         return self._device_meshes[names]
 
     def make_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
         """An axis of groups that no layout knows of: of their places in the mesh. A rank that is in
-        none of them gets an axis of itself. All ranks of the mesh call it."""
+        none of them gets an axis of itself. All ranks make it the first time; asking again for the
+        same groups under the same name gives the same axis."""
+        key = (name, tuple(map(tuple, groups)))
+        if key not in self._made:
+            self._made[key] = self._new_axis(name, groups)
+        return self._made[key]
+
+    def _new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
         mine: Sequence[int] = next((group for group in groups if self.rank in group), [self.rank])
         made = None
         for group in groups:
-            if len(group) > 1 and (not self._partial or group is mine):
-                # All ranks of the default group make all groups, so that their names agree; where
-                # only some are here, the members alone do.
+            if len(group) > 1:
                 new = dist.new_group([self._ranks[i] for i in group], timeout=self.timeout,
-                                     group_desc=name, use_local_synchronization=self._partial)
+                                     group_desc=name)
                 made = new if group is mine else made
+        if self.rank < 0:
+            return Axis(name, (dist.get_rank(),), 0)
         return Axis(name, tuple(self._ranks[i] for i in mine), list(mine).index(self.rank), made)
 
     def _make(self, name: str) -> Axis:
-        if name == "world" and not self._partial and len(self._ranks) > 1:
+        if name == "world" and self._whole and len(self._ranks) > 1:
             return Axis(name, tuple(self._ranks), self.rank, dist.group.WORLD)
         return self.make_axis(name, self.layout.groups(_parts(name)))
 
@@ -136,9 +151,8 @@ class Mesh:
     def _alone(self) -> dist.ProcessGroup:
         """A group of this rank only: torch's meshes want one even for an axis of size 1."""
         if self._own is None:
-            for rank in [self._ranks[self.rank]] if self._partial else self._ranks:
-                made = dist.new_group([rank], group_desc="alone",
-                                      use_local_synchronization=self._partial)
+            for rank in self._ranks:
+                made = dist.new_group([rank], group_desc="alone")
                 if rank == self._ranks[self.rank]:
                     self._own = made
         assert self._own is not None

@@ -138,6 +138,19 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """The model that the divergence is measured from, where the recipe has one.
+
+    Attributes:
+        path: default the actor's own starting point.
+        layout: of its ranks; default the actor's.
+    """
+
+    path: str | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A model that judges answers, beside the rewards that verify them.
 
@@ -223,6 +236,7 @@ class RLJob:
     update: UpdateConfig = field(default_factory=UpdateConfig)
     critic: CriticConfig | None = None
     reward_model: RewardModelConfig | None = None
+    reference: ReferenceConfig | None = None
     seed: int = 0
     precision: Precision = "fp32"
     export: bool = True
@@ -287,7 +301,13 @@ class RLJob:
             recipe = self.made
         except ValueError as error:
             return [f"recipe: {str(error).rstrip('.')}"]
-        problems += self.placement.problems(recipe, self.reward_model is not None)
+        kept = recipe.reference and self.lora is None  # as a model of its own
+        problems += self.placement.problems(recipe.critic, kept, self.reward_model is not None)
+        if self.reference is not None and not kept:
+            problems.append("there is a [reference], but " + (
+                "with [lora] the reference is the model without its adapters" if recipe.reference
+                else f"this {self.algorithm} has no use for one (see recipe.kl)")
+                + "; leave it out")
         if recipe.critic != (self.critic is not None):
             problems.append(f"{self.algorithm} has {'a' if recipe.critic else 'no'} critic; "
                             + ("add [critic]" if recipe.critic else "leave [critic] out"))
@@ -311,7 +331,7 @@ class RLJob:
         if ranks % self.rollout.tp:
             problems.append(f"rollout.tp is {self.rollout.tp}, which does not divide the {ranks} "
                             "ranks that roll out")
-        for role in ("critic", "reward_model"):
+        for role in ("critic", "reward_model", "reference"):
             there = len(self.placement.ranks_of(role, layout.world))
             if getattr(self, role) is not None and (own := self.layout_of(role).world) != there:
                 problems.append(f"{role}.layout has {own} ranks, but {there} are placed for it; "

@@ -29,6 +29,10 @@ def run(job: RLJob) -> Exit:
     Raises:
         ValueError: for a job that cannot be run, before anything was started.
     """
+    if job.placement.ray:
+        from kilter.rl.distributed.launch import run as run_distributed
+
+        return run_distributed(RL, job)
     return elastic.run(RL, job)
 
 
@@ -59,12 +63,15 @@ def open_rl(job: RLJob) -> RLInputs:
 
     critic = model_of(None if job.critic is None else job.critic.path)
     reward = model_of(None if job.reward_model is None else job.reward_model.path)
-    for name, source in (("critic", critic), ("reward_model", reward)):
+    reference = None
+    if job.reference is not None and job.reference.path is not None:
+        reference = open_model(find_model(job.reference.path))
+    for name, source in (("critic", critic), ("reward_model", reward), ("reference", reference)):
         if source is not None and source.spec.vocab_size < start.tokenizer.vocab_size:
             raise ValueError(f"The {name} in {source.path} has {source.spec.vocab_size} tokens, "
                              f"but the actor's tokenizer {start.tokenizer.vocab_size}: it reads "
                              "what the actor writes, so it needs the same tokenizer.")
-    return RLInputs(start, critic, reward)
+    return RLInputs(start, critic, reward, reference)
 
 
 def _work(job: RLJob, inputs: RLInputs, device: str, timeout: timedelta | None) -> str:

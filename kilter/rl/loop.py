@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from kilter.rl.kl import kl_values
 from kilter.rl.learners import PolicyReport, pair_slopes
 from kilter.rl.monitor import Monitor
 from kilter.rl.preference import preference_pairs
-from kilter.rl.prompts import Prompts
+from kilter.rl.prompts import Prompts, Question
 from kilter.rl.reshard import RolloutWeights
 from kilter.rl.roles import DTYPES, TOTAL, RLInputs, Roles, world_of
 from kilter.rl.tasks import build_task
@@ -139,7 +140,8 @@ class RLRun:
             questions = [self.prompts.at(self.place + i) for i in range(missing)]
             self.place += missing
             with self.monitor.phase("rollout"):
-                rollouts = self.roles.sample(questions, step, job.rollout.params())
+                rollouts = self.roles.sample(questions, step, job.rollout.params(),
+                                             partial(self._following, self.place))
             with self.monitor.phase("judge"):
                 found = self.roles.judge(Experience.of(rollouts))
             if not recipe.dynamic:
@@ -152,6 +154,9 @@ class RLRun:
             if groups == job.rollout.prompts:
                 break
         return (Experience.concat(kept) if kept else found), rounds
+
+    def _following(self, place: int, i: int) -> Question:
+        return self.prompts.at(place + i)
 
     def learn(self, experience: Experience, version: int, sent: RolloutWeights | None, rounds: int
               ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -180,6 +185,7 @@ class RLRun:
         factor = job.schedule.factor(self.step, job.steps)
         told |= self._descend(lesson, reward_S, factor, version)
         self._tell_kl(told, experience, lesson)
+        told |= roles.told()
         told |= {"lr": job.optimizer.lr * factor, "rounds": rounds}
         if sent is not None:
             told["sent"] = {"bytes": sum(sent.received_bytes), "seconds": sent.seconds,
@@ -249,7 +255,8 @@ class RLRun:
         with, until it has learned."""
         experience = part.experience
         now_T = experience.logprobs_T
-        if not (first and self.job.model.exact):
+        fresh = bool((experience.version_T[experience.is_action_T] == self.step).all())
+        if not (first and fresh and self.job.model.exact):
             now_T = self.roles.logprobs(experience)
         chosen_P, rejected_P = preference_pairs(
             reward_S=reward_S, group_S=experience.group_S, valid_S=experience.complete_S)

@@ -5,13 +5,16 @@
     rollout 2, critic 1     0 1 2 3 | 4 5 | 6             actor ... | rollout | critic
 
 The loop is the same for all of them: a role's ranks do its work, and the others hear of the result.
+With Ray, rollout ranks of their own are in no world with the others (docs/async-rl.md); they are
+counted after them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from kilter.rl.algorithms import Recipe
+InFlight = Literal["continue", "restart"]
 
 # In the order of their ranks, after the actor's.
 ROLES = ("rollout", "critic", "reference", "reward_model")
@@ -27,6 +30,9 @@ class PlacementConfig:
         max_staleness: how many versions of the weights older than the trainer's a token that is
             learned from may be. Above 0 rollouts go on while the trainer learns, which needs
             ``ray`` and ranks of their own.
+        in_flight: what becomes of unfinished answers when new weights come: they ``continue`` and
+            keep what they have, or ``restart``.
+        cpus: CPUs of the cluster that a rank reserves, beside a GPU if launch.device says so.
     """
 
     rollout: int = 0
@@ -35,6 +41,8 @@ class PlacementConfig:
     reward_model: int = 0
     ray: bool = False
     max_staleness: int = 0
+    in_flight: InFlight = "continue"
+    cpus: float = 1.0
 
     def __post_init__(self) -> None:
         problems = [f"{role} is {getattr(self, role)} but must not be negative"
@@ -43,22 +51,42 @@ class PlacementConfig:
             problems.append(f"max_staleness is {self.max_staleness}, but rollouts only go on while "
                             "the trainer learns where they are actors of Ray with ranks of their "
                             "own; set ray = true and rollout, or max_staleness = 0")
+        if self.in_flight not in get_args(InFlight):
+            problems.append(f"in_flight is {self.in_flight!r} but must be continue or restart")
+        elif self.in_flight != "continue" and not self.max_staleness:
+            problems.append("in_flight is set, but max_staleness is 0, so that no answer is "
+                            "unfinished when new weights come; leave it out")
+        if self.cpus <= 0.0:
+            problems.append(f"cpus is {self.cpus} but must be positive")
+        elif self.cpus != 1.0 and not self.ray:
+            problems.append(f"cpus is {self.cpus}, but only Ray reserves CPUs; set ray = true, or "
+                            "leave it out")
         if problems:
             raise ValueError(f"Roles cannot be placed so: {'; '.join(problems)}.")
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout replicas are worlds of their own."""
+        return self.ray and self.rollout > 0
 
     def ranks_of(self, role: str, actor: int) -> range:
         """A role's ranks, where the actor has the first so many."""
         if role == "actor" or not getattr(self, role):
             return range(actor)
-        start = actor + sum(getattr(self, other) for other in ROLES[:ROLES.index(role)])
+        order = (*ROLES[1:], ROLES[0]) if self.apart else ROLES
+        start = actor + sum(getattr(self, other) for other in order[:order.index(role)])
         return range(start, start + getattr(self, role))
 
     def world(self, actor: int) -> int:
         return actor + sum(getattr(self, role) for role in ROLES)
 
-    def problems(self, recipe: Recipe, reward_model: bool) -> list[str]:
-        """Roles that have ranks but nothing to do."""
-        needed = {"rollout": True, "critic": recipe.critic, "reference": recipe.reference,
+    def inside(self, actor: int) -> int:
+        """Ranks of the trainer's world: all but rollouts that are apart."""
+        return self.world(actor) - (self.rollout if self.apart else 0)
+
+    def problems(self, critic: bool, reference: bool, reward_model: bool) -> list[str]:
+        """Roles that have ranks but nothing to do, of those that a run may lack."""
+        needed = {"rollout": True, "critic": critic, "reference": reference,
                   "reward_model": reward_model}
         return [f"placement.{role} is {getattr(self, role)}, but this run has no {role}; set it "
                 "to 0" for role in ROLES if getattr(self, role) and not needed[role]]

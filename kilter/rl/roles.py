@@ -24,7 +24,7 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.models.value import add_value_head
-from kilter.parallel.apply import Spread, apply
+from kilter.parallel.apply import Spread, apply, make_groups
 from kilter.parallel.shards import Shard
 from kilter.rl.algorithms import Lesson
 from kilter.rl.checksum import checksum, combined
@@ -59,12 +59,13 @@ class RLInputs:
 
     Attributes:
         start: the actor's model and tokenizer.
-        critic, reward: the models that the job names for these, if it does.
+        critic, reward, reference: the models that the job names for these, if it does.
     """
 
     start: Start
     critic: ModelSource | None = None
     reward: ModelSource | None = None
+    reference: ModelSource | None = None
 
 
 class Roles:
@@ -83,8 +84,9 @@ class Roles:
         self.tokenizer: Tokenizer = tokenizer
         self.context = job.rollout.engine.context_of(spec.max_positions)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = self._mesh(Layout(dp=job.placement.world(job.layout.world)),
-                                range(job.placement.world(job.layout.world))).axis("world")
+        inside = job.placement.inside(job.layout.world)
+        self.world = self._mesh(Layout(dp=inside), range(inside)).axis("world")
+        self._meshes = self._make_meshes()
         self.policy: Policy | None = None
         self.critic: Critic | None = None
         self.reference: Frozen | None = None
@@ -96,21 +98,21 @@ class Roles:
         if self.recipe.critic and self._has("critic"):
             self.critic = self._make_critic()
         if self.recipe.reference and job.lora is None and self._has("reference"):
-            self.reference = Frozen(self._frozen("reference", spec, inputs.start.source),
-                                    self._budget)
+            other = inputs.reference
+            self.reference = Frozen(self._frozen(
+                "reference", spec if other is None else other.spec, other or inputs.start.source),
+                self._budget)
         if job.reward_model is not None and self._has("reward_model"):
             assert inputs.reward is not None
             self.reward_model = Frozen(self._frozen("reward_model", inputs.reward.spec,
                                                     inputs.reward, values=True), self._budget)
         if self._has("rollout"):
-            ranks = self._ranks("rollout")
-            tp = job.rollout.tp
-            mesh = self._mesh(Layout(dp=len(ranks) // tp, tp=tp, sequence_parallel=False), ranks)
-            self.engine = RolloutEngine(spec, tokenizer, job.rollout_config(), mesh)
+            self.engine = RolloutEngine(spec, tokenizer, job.rollout_config(),
+                                        self._meshes["rollout"])
             self._rewards = build_rewards(job.rewards)
         self.start_checksum: str = self._tell(
             "actor", lambda: weights_checksum(_made(self.policy).spread))
-        self._environment = self._make_environment(job.rollout.environment)
+        self._environment = environment_of(job.rollout.environment, tokenizer)
         self._movers: Axis | None = None  # ranks between which weights move, if this is one
         self._adapters: Plan | None = None
         self._sync = self._make_sync()
@@ -137,9 +139,14 @@ class Roles:
 
     # ---- sampling and judging ----
 
-    def sample(self, questions: Sequence[Question], step: int, params: SamplingParams
-               ) -> list[Rollout]:
-        """All questions' samples with their rewards, in order."""
+    def sample(self, questions: Sequence[Question], step: int, params: SamplingParams,
+               ahead: Callable[[int], Question] | None = None) -> list[Rollout]:
+        """All questions' samples with their rewards, in order.
+
+        Args:
+            ahead: the questions that will follow these, for rollouts that go on while the trainer
+                learns; here they do not.
+        """
 
         def work() -> list[Rollout]:
             engine = self.engine
@@ -149,33 +156,10 @@ class Roles:
             mine = engine.generate(engine.share([q.prompt for q in questions]), params,
                                    seed=self.job.seed, step=step, environment=self._environment)
             engine.sleep()
-            return engine.gather(self._judged(mine, by_id))
+            return engine.gather(judged(mine, by_id, self._rewards, self.tokenizer,
+                                        engine.mesh.axis("tp")))
 
         return self._tell("rollout", work)
-
-    def _judged(self, rollouts: list[Rollout], by_id: Mapping[str, Question]) -> list[Rollout]:
-        """With the verifiable rewards, which a replica's first rank asks for."""
-        assert self.engine is not None
-        axis = self.engine.mesh.axis("tp")
-        parts: list[Any] = [None]
-        if axis.index == 0:
-            try:
-                samples = [Sample.of(prompt=by_id[rollout.id.rpartition("/")[0]].item.messages,
-                                     tokens=rollout.tokens, is_action=rollout.is_action,
-                                     decode=self._decode, finish=rollout.finish,
-                                     reference=by_id[rollout.id.rpartition("/")[0]].item.reference)
-                           for rollout in rollouts]
-                found = score(self._rewards, samples) if samples and self._rewards else {
-                    TOTAL: [0.0] * len(samples)}
-                parts = [found]
-            except ValueError as error:
-                parts = [str(error)]
-        if axis.size > 1:
-            dist.broadcast_object_list(parts, axis.ranks[0], group=axis.members)
-        if isinstance(parts[0], str):
-            raise ValueError(parts[0])
-        return [replace(rollout, rewards={name: values[i] for name, values in parts[0].items()})
-                for i, rollout in enumerate(rollouts)]
 
     def judge(self, experience: Experience) -> Experience:
         """The same with the reward model's verdicts, where there is one."""
@@ -213,6 +197,10 @@ class Roles:
         return self._tell("critic", lambda: _made(self.critic).learn(
             lesson, factor=factor, phase=phase))
 
+    def told(self) -> dict[str, Any]:
+        """What a step's metrics say of rollouts beside what is in its experience."""
+        return {}
+
     def close(self) -> None:
         """Ends the processes that judge answers."""
         for weighted in self._rewards:
@@ -225,9 +213,6 @@ class Roles:
     def _budget(self) -> int:
         return self.job.update.token_budget or self.context
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
     def _ranks(self, role: str) -> range:
         return self.job.placement.ranks_of(role, self.job.layout.world)
 
@@ -239,6 +224,36 @@ class Roles:
             return Mesh(layout, self._device_type, alone=True)
         return Mesh(layout, self._device_type, timeout=self._timeout, ranks=ranks)
 
+    def _make_meshes(self) -> dict[str, Mesh]:
+        """Of every role there is, and of the ranks between which weights move: made by all ranks in
+        one order, with all groups their work will ask for."""
+        job, inputs = self.job, self._inputs
+        spec = inputs.start.spec
+        wanted: dict[str, tuple[Layout, range, ModelSpec]] = {
+            "actor": (job.layout, self._ranks("actor"), spec)}
+        if self.recipe.critic:
+            source = inputs.critic
+            wanted["critic"] = (job.layout_of("critic"), self._ranks("critic"),
+                                spec if source is None else source.spec)
+        if self.recipe.reference and job.lora is None:
+            source = inputs.reference
+            wanted["reference"] = (job.layout_of("reference"), self._ranks("reference"),
+                                   spec if source is None else source.spec)
+        if inputs.reward is not None:
+            wanted["reward_model"] = (job.layout_of("reward_model"), self._ranks("reward_model"),
+                                      inputs.reward.spec)
+        if not job.placement.apart:
+            ranks, tp = self._ranks("rollout"), job.rollout.tp
+            wanted["rollout"] = (Layout(dp=len(ranks) // tp, tp=tp, sequence_parallel=False),
+                                 ranks, spec)
+            movers = range(ranks.stop)
+            wanted["movers"] = (Layout(dp=len(movers)), movers, spec)
+        made = {}
+        for name, (layout, ranks, of) in wanted.items():
+            made[name] = self._mesh(layout, ranks)
+            make_groups(of, made[name], job.pipeline)
+        return made
+
     def _decoder(self, spec: ModelSpec) -> Decoder:
         model = self.job.model
         with torch.device("meta"):
@@ -246,7 +261,7 @@ class Roles:
                            max_positions=self.context)
 
     def _spread(self, model: Decoder, layout: Layout, role: str) -> Spread:
-        return apply(model, self._mesh(layout, self._ranks(role)), recompute=self.job.recompute,
+        return apply(model, self._meshes[role], recompute=self.job.recompute,
                      weights=DTYPES[self.job.precision],
                      pipeline=self.job.pipeline if layout.pp > 1 else None)
 
@@ -293,26 +308,14 @@ class Roles:
         if source is not None:
             spread.load(source)
 
-    def _make_environment(self, path: str | None) -> Environment | None:
-        if path is None:
-            return None
-        function = resolve(path)
-
-        def environment(rollout: Rollout) -> Sequence[int] | None:
-            said = function(rollout, self.tokenizer)
-            return self.tokenizer.encode(said) if isinstance(said, str) else said
-
-        return environment
-
     def _make_sync(self) -> WeightSync | None:
         """The way of the weights, on the ranks that train or roll out."""
         job = self.job
-        actor, rollout = self._ranks("actor"), self._ranks("rollout")
-        ranks = range(max(actor.stop, rollout.stop) if rollout.start == 0 or
-                      rollout.start == actor.stop else actor.stop)
+        rollout = self._ranks("rollout")
+        ranks = range(rollout.stop)
         if self._rank not in ranks:
             return None
-        self._movers = self._mesh(Layout(dp=len(ranks)), ranks).axis("world")
+        self._movers = self._meshes["movers"].axis("world")
         spread = None if self.policy is None else self.policy.spread
         held = gather_holdings({} if spread is None else spread.local, self._movers)
         whole = self._decoder(self._inputs.start.spec)
@@ -346,6 +349,43 @@ class Roles:
 def _made(role: T | None) -> T:
     assert role is not None  # only its own ranks are asked
     return role
+
+
+def judged(rollouts: Sequence[Rollout], by_id: Mapping[str, Question],
+           rewards: Sequence[WeightedReward], tokenizer: Tokenizer, axis: Axis) -> list[Rollout]:
+    """With the verifiable rewards, which a replica's first rank asks for; all of its ranks call."""
+    parts: list[Any] = [None]
+    if axis.index == 0:
+        try:
+            samples = [Sample.of(prompt=by_id[rollout.id.rpartition("/")[0]].item.messages,
+                                 tokens=rollout.tokens, is_action=rollout.is_action,
+                                 decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                                 finish=rollout.finish,
+                                 reference=by_id[rollout.id.rpartition("/")[0]].item.reference)
+                       for rollout in rollouts]
+            parts = [score(rewards, samples) if samples and rewards else
+                     {TOTAL: [0.0] * len(samples)}]
+        except ValueError as error:
+            parts = [str(error)]
+    if axis.size > 1:
+        dist.broadcast_object_list(parts, axis.ranks[0], group=axis.members)
+    if isinstance(parts[0], str):
+        raise ValueError(parts[0])
+    return [replace(rollout, rewards={name: values[i] for name, values in parts[0].items()})
+            for i, rollout in enumerate(rollouts)]
+
+
+def environment_of(path: str | None, tokenizer: Tokenizer) -> Environment | None:
+    """The function that a job names, giving tokens."""
+    if path is None:
+        return None
+    function = resolve(path)
+
+    def environment(rollout: Rollout) -> Sequence[int] | None:
+        said = function(rollout, tokenizer)
+        return tokenizer.encode(said) if isinstance(said, str) else said
+
+    return environment
 
 
 def weights_checksum(spread: Spread) -> str:

@@ -183,9 +183,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         # The writer talks beside the training's collectives, so it has a group of its own.
-        self._group = (dist.new_group(list(world.ranks), backend="gloo",
-                                      use_local_synchronization=True)
-                       if world.size > 1 else None)
+        self._group = dist.new_group(list(world.ranks), backend="gloo") if world.size > 1 else None
         if world.index == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob("step-*.partial"):
