@@ -61,7 +61,8 @@ class Spread:
             only, so that it cannot be run.
         shards: what of every parameter a rank's place on the tensor axis has, of all stages and
             before data parallelism cuts it further.
-        local: every parameter's elements on this rank.
+        local: every parameter's elements on this rank, and whether it counts for them: of ranks
+            that hold the same ones, one does.
         parts: its stages, one where there is no pipeline.
         context: how attention works where sequences are spread over ranks.
         pipeline: what runs the stages, where there is one.
@@ -269,7 +270,9 @@ def _make_part(decoder: Decoder, mesh: Mesh, shards: dict[str, Shard], tensor: A
                                     shards, axis, replicate, deferred)
         return Part(stage, data, split), {h.name: (h.tensor, h.shard)
                                           for h in data.held + frozen.held}
-    return Part(stage, data, split), {name: (p, shards[name]) for name, p in every.items()}
+    counts = mesh.axis("dp_cp").index == 0  # of data-parallel ranks, which have the same elements
+    return Part(stage, data, split), {name: (p, shards[name].owned_by(counts))
+                                      for name, p in every.items()}
 
 
 def _union(model: Decoder, parts: Mapping[int, Part]) -> Decoder:
@@ -323,22 +326,12 @@ def _fully_shard(scorer: Stage, mesh: Mesh) -> None:
     scorer.register_forward_hook(_reshard)
 
 
-def _reshard(scorer: nn.Module, *_: object) -> None:
+def _reshard(scorer: nn.Module, _: object, out: Tensor | tuple[Tensor, ...]) -> None:
     """FSDP keeps the root's parameters whole for backward. Where none comes, they would stay, and
     weights that are then put into the rows would not be seen."""
-    if not torch.is_grad_enabled():
+    made = (out,) if isinstance(out, Tensor) else out
+    if not any(tensor.requires_grad for tensor in made):
         scorer.reshard()  # type: ignore[operator]
-
-
-def make_groups(spec: ModelSpec, mesh: Mesh, pipeline: PipelineConfig | None = None) -> None:
-    """Makes all process groups that `apply`, an optimizer and a step ask a mesh for: for a mesh of
-    some ranks only, which all ranks of the default group have to make before its own go on."""
-    for name in ("dp_cp_tp", "world"):
-        mesh.axis(name)
-    kv_sharers(spec, mesh)
-    if mesh.layout.pp > 1 and mesh.device_type != "cpu":
-        schedule, _ = (pipeline or PipelineConfig()).layers_of(spec, mesh.layout.pp)
-        lanes(mesh, schedule.placement)
 
 
 def kv_sharers(spec: ModelSpec, mesh: Mesh) -> Axis:

@@ -13,6 +13,7 @@ been divided by the global number of tokens before. Buckets leave while backward
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -298,13 +299,21 @@ class _Buckets:
             self._send()
 
     def _hook(self, index: int):  # type: ignore[no-untyped-def]
+        # Torch holds a hook where the garbage collector does not see it: a strong reference back
+        # to the parameters would keep the model in memory for ever.
+        buckets = weakref.ref(self)
+
         def arrived(_: Tensor) -> None:
-            self._missing[index] -= 1
-            # In order, so that every rank's collectives agree whatever order backward takes.
-            while self._next < len(self.all) and self._missing[self._next] <= 0:
-                self._send()
+            if (found := buckets()) is not None:
+                found._arrived(index)
 
         return arrived
+
+    def _arrived(self, index: int) -> None:
+        self._missing[index] -= 1
+        # In order, so that every rank's collectives agree whatever order backward takes.
+        while self._next < len(self.all) and self._missing[self._next] <= 0:
+            self._send()
 
     def _send(self) -> None:
         bucket = self.all[self._next]

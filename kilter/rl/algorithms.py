@@ -40,6 +40,7 @@ Advantage = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce
 Loss = Literal["ppo", "gspo", "cispo", "reinforce", "dpo"]
 KLPlace = Literal["none", "reward", "loss"]
 Correction = Literal["none", "tis", "mis", "icepop", "geometric"]
+PairLoss = Literal["sigmoid", "ipo"]
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,13 @@ class Recipe:
     correction_low: float = 0.5
     correction_high: float = 2.0
     beta: float = 0.1
-    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    dpo_loss: PairLoss = "sigmoid"
 
     def __post_init__(self) -> None:
         problems = []
         for name, kind in (("advantage", Advantage), ("loss", Loss), ("aggregation", Aggregation),
                            ("kl", KLPlace), ("kl_estimator", Estimator),
-                           ("correction", Correction)):
+                           ("correction", Correction), ("dpo_loss", PairLoss)):
             if getattr(self, name) not in get_args(kind):
                 problems.append(f"{name} is {getattr(self, name)!r} but must be one of "
                                 f"{', '.join(get_args(kind))}")
@@ -130,6 +131,14 @@ class Recipe:
         if self.kl == "reward" and self.advantage not in ("gae", "reinforce_pp"):
             problems.append(f"kl is \"reward\", which is a reward of each token, but the advantage "
                             f"{self.advantage} is of whole sequences; set kl to \"loss\"")
+        if self.dual_clip and self.dual_clip <= 1.0:
+            problems.append(f"dual_clip is {self.dual_clip} but must be above 1 (3 is usual), or 0")
+        if self.std_ddof not in (0, 1):
+            problems.append(f"std_ddof is {self.std_ddof} but must be 0 or 1")
+        if not 0.0 <= self.correction_low <= 1.0 <= self.correction_high:
+            problems.append(f"correction_low is {self.correction_low} and correction_high "
+                            f"{self.correction_high}, but 1, the ratio of equal policies, must lie "
+                            "between them")
         for name in ("value_clip", "value_weight", "kl_beta", "kl_target", "overlong",
                      "missing_eos", "norm_length"):
             if getattr(self, name) < 0:
@@ -159,6 +168,22 @@ class Recipe:
     @property
     def reference(self) -> bool:
         return self.kl != "none" or self.loss == "dpo"
+
+    def uses(self, name: str) -> bool:
+        """Whether a field means anything beside the others."""
+        ratio = self.loss in ("ppo", "gspo", "cispo")
+        return {
+            "aggregation": self.loss != "dpo",
+            "norm_length": self.aggregation == "seq_mean_token_sum_norm",
+            "eps_low": ratio, "eps_high": ratio, "dual_clip": self.loss == "ppo",
+            "gamma": self.advantage in ("gae", "reinforce_pp"), "lam": self.critic,
+            "std_ddof": self.advantage == "grpo", "bootstrap": self.critic, "whiten": self.critic,
+            "value_clip": self.critic, "value_weight": self.critic,
+            "kl_estimator": self.kl != "none", "kl_horizon": self.kl_target > 0.0,
+            "dynamic_rounds": self.dynamic,
+            "correction_low": self.correction in ("mis", "icepop", "geometric"),
+            "correction_high": self.correction != "none",
+            "beta": self.loss == "dpo", "dpo_loss": self.loss == "dpo"}.get(name, True)
 
     def kl_controller(self) -> FixedKL | AdaptiveKL:
         if self.kl_target:
@@ -221,11 +246,14 @@ class RecipeConfig:
         if given.get("kl") == "reward":
             given.setdefault("kl_estimator", "k1")
         recipe = replace(ALGORITHMS[algorithm], **given)
+        if idle := [name for name in given if not recipe.uses(name)]:
+            raise ValueError(f"{', '.join(idle)} would change nothing in {algorithm} as it is set "
+                             "here; leave out what is not used.")
+        if recipe.overlong > max_tokens:
+            raise ValueError(f"overlong is {recipe.overlong} tokens, more than the {max_tokens} of "
+                             "rollout.max_tokens.")
         if recipe.aggregation == "seq_mean_token_sum_norm":
             return replace(recipe, norm_length=recipe.norm_length or max_tokens)
-        if given.get("norm_length"):
-            raise ValueError(f"norm_length is {recipe.norm_length}, but the aggregation "
-                             f"{recipe.aggregation} has no constant length.")
         return recipe
 
 

@@ -321,10 +321,12 @@ class RLJob:
 
     def _layout_problems(self) -> list[str]:
         layout = self.layout
-        problems = [f"layout.{name} is {getattr(layout, name)}, but here nothing is spread over "
-                    f"{what} yet; it must be 1" for name, what in
+        roles = {"": self, "critic.": self.critic, "reward_model.": self.reward_model}
+        problems = [f"{where}layout.{name} is {getattr(part.layout, name)}, but here nothing is "
+                    f"spread over {what} yet; it must be 1" for where, part in roles.items()
+                    if part is not None and part.layout is not None for name, what in
                     (("cp", "context"), ("ep", "experts"), ("etp", "experts"))
-                    if getattr(layout, name) != 1]
+                    if getattr(part.layout, name) != 1]
         if layout.pp == 1 and self.pipeline != PipelineConfig():
             problems.append("pipeline is set, but layout.pp is 1; leave it out, or set layout.pp")
         ranks = len(self.placement.ranks_of("rollout", layout.world))

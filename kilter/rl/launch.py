@@ -6,6 +6,8 @@ import sys
 from contextlib import ExitStack
 from datetime import timedelta
 
+from kilter.mesh.layout import Layout
+from kilter.models.spec import ModelSpec
 from kilter.parallel.heads import split_model
 from kilter.rl.config import RLJob
 from kilter.rl.gate import Disagreement
@@ -44,10 +46,8 @@ def open_rl(job: RLJob) -> RLInputs:
     """
     start = open_start(job.model)
     last_checkpoint(job, FREE)  # refuses another job's
-    job.layout.check(job.layout.world, start.spec)
-    for degree in {job.layout.tp, job.rollout.tp}:
-        split_model(start.spec, degree)
-    job.pipeline.layers_of(start.spec, job.layout.pp)
+    split_model(start.spec, job.rollout.tp)
+    _check_layout(job, job.layout, start.spec)
     if job.rollout.environment is not None:
         resolve(job.rollout.environment)
     splits = ["train", "held_out"] if job.eval.prompts else ["train"]
@@ -71,7 +71,17 @@ def open_rl(job: RLJob) -> RLInputs:
             raise ValueError(f"The {name} in {source.path} has {source.spec.vocab_size} tokens, "
                              f"but the actor's tokenizer {start.tokenizer.vocab_size}: it reads "
                              "what the actor writes, so it needs the same tokenizer.")
+    if job.critic is not None:
+        _check_layout(job, job.layout_of("critic"), (critic or start).spec)
+    if reward is not None:
+        _check_layout(job, job.layout_of("reward_model"), reward.spec)
     return RLInputs(start, critic, reward, reference)
+
+
+def _check_layout(job: RLJob, layout: Layout, spec: ModelSpec) -> None:
+    layout.check(layout.world, spec)
+    split_model(spec, layout.tp)
+    job.pipeline.layers_of(spec, layout.pp)
 
 
 def _work(job: RLJob, inputs: RLInputs, device: str, timeout: timedelta | None) -> str:

@@ -28,9 +28,17 @@ from kilter.rl.experience import Experience
 from kilter.rl.gate import Agreement, agreement
 from kilter.rl.kl import kl_losses
 from kilter.rl.masks import only, sequence_sums
-from kilter.rl.passes import deal, logprob_rows, places, rows_of, together, value_rows
 from kilter.rl.policy_loss import DIAGNOSTICS, diagnostic_means, entropy_bonus
-from kilter.rl.scoring import MicroBatch
+from kilter.rl.scoring import (
+    MicroBatch,
+    at_actions,
+    deal,
+    logprob_rows,
+    places,
+    rows_of,
+    together,
+    value_rows,
+)
 from kilter.rl.value_loss import value_losses
 from kilter.train.lora import adapters_off
 from kilter.train.optimizer import Optimizer
@@ -74,15 +82,15 @@ class Learner:
 
 @dataclass
 class PolicyReport:
-    """What a minibatch was: means over its tokens, and how rollout and trainer agreed."""
+    """What a minibatch was: means over its tokens, and how rollout and trainer agreed; the entropy
+    where it was computed, which only its bonus needs."""
 
     loss: float
     grad_norm: float
-    entropy: float
     kl_loss: float
     diagnostics: dict[str, float]
     agreement: Agreement | None = None
-    extra: dict[str, float] = field(default_factory=dict)
+    entropy: float | None = None
 
 
 @dataclass
@@ -94,7 +102,7 @@ class Policy(Learner):
 
     def logprobs(self, experience: Experience) -> Tensor:
         """float32 [T] at actions, NaN elsewhere; on every rank."""
-        return _at_actions(experience, rows_of(
+        return at_actions(experience, rows_of(
             self.spread, experience, self.token_budget, logprob_rows(self.temperature)))
 
     def reference_logprobs(self, experience: Experience) -> Tensor:
@@ -138,10 +146,13 @@ class Policy(Learner):
         loss, norm = self._descend(mine, losses, factor, phase)
         sums = self._sums(sums)
         tokens = max(float(sums[0]), 1.0)
-        report = PolicyReport(loss, norm, float(sums[-2]) / tokens, float(sums[-1]) / tokens,
+        report = PolicyReport(loss, norm, float(sums[-1]) / tokens,
                               diagnostic_means(sums[:len(DIAGNOSTICS)]))
+        if recipe.entropy:
+            report.entropy = float(sums[-2]) / tokens
         if version is not None:
-            now_T = _at_actions(experience, together(self.spread.mesh, experience, mine, seen))
+            now_T = at_actions(experience, together(
+                self.spread.mesh.axis("pp_dp_cp"), experience, mine, seen))
             report.agreement = agreement(experience, now_T, version=version)
         return report
 
@@ -230,7 +241,7 @@ class Critic(Learner):
         rows_T = rows_of(self.spread, experience, self.token_budget, value_rows)
         last_S = rows_T[experience.cu_seqlens_S1[1:].long() - 1]
         goes_on_S = experience.truncated_S & self.recipe.bootstrap
-        return _at_actions(experience, rows_T), only(last_S, goes_on_S)
+        return at_actions(experience, rows_T), only(last_S, goes_on_S)
 
     def learn(self, lesson: Lesson, *, factor: float, phase: Phase) -> CriticReport:
         """One step on a whole lesson: the mean loss over its tokens."""
@@ -270,14 +281,10 @@ class Frozen:
 
     def logprobs(self, experience: Experience, temperature: float) -> Tensor:
         """As `Policy.logprobs`."""
-        return _at_actions(experience, rows_of(
+        return at_actions(experience, rows_of(
             self.spread, experience, self.token_budget, logprob_rows(temperature)))
 
     def verdicts(self, experience: Experience) -> Tensor:
         """float32 [S]: a reward model's value at the last token of each sequence."""
         rows_T = rows_of(self.spread, experience, self.token_budget, value_rows)
         return rows_T[experience.cu_seqlens_S1[1:].long() - 1]
-
-
-def _at_actions(experience: Experience, rows_T: Tensor) -> Tensor:
-    return torch.where(experience.is_action_T, experience.at_actions(rows_T), torch.nan)

@@ -220,8 +220,12 @@ class RLRun:
                 if report.agreement is not None:
                     told["gate"] = self._agreed(report.agreement)
                 reports.append(report)
-        told["loss"], told["grad_norm"], told["entropy"] = (
-            _mean([getattr(r, name) for r in reports]) for name in ("loss", "grad_norm", "entropy"))
+        told["loss"] = _mean([report.loss for report in reports])
+        told["grad_norm"] = _mean([report.grad_norm for report in reports])
+        if self.recipe.entropy:
+            told["entropy"] = _mean([report.entropy or 0.0 for report in reports])
+        if self.recipe.kl == "loss":
+            told["kl_loss"] = _mean([report.kl_loss for report in reports])
         for name in ("ratio", "clipped_low", "clipped_high", "dual_clipped", "kl"):
             told["policy_" + name] = _mean([r.diagnostics[name] for r in reports])
         told["clip_fraction"] = told["policy_clipped_low"] + told["policy_clipped_high"]
@@ -298,6 +302,7 @@ class RLRun:
                         for name, r_S in experience.rewards.items() if name != TOTAL},
             "sequences": experience.num_seqs, "groups": len(experience.group_S.unique()),
             "tokens": experience.num_tokens, "actions": experience.num_actions,
+            "surprise": -float(experience.logprobs_T[experience.is_action_T].double().mean()),
             "length": float(counts_S.double().mean()), "longest": int(counts_S.max()),
             "truncated": float(experience.truncated_S.double().mean()),
             "aborted": float((~experience.complete_S).double().mean()),

@@ -1,30 +1,37 @@
-"""The trainer's side: log-probabilities of an experience's actions, in micro-batches of few tokens.
+"""An experience through a spread model, in micro-batches of few tokens: what is computed of each
+token, for looking and for learning.
 
-    scores = score(spread, experience, token_budget=4096, temperature=0.7)
-    scores.logprobs_T                   # of each action, NaN elsewhere
+    rows_T = rows_of(spread, experience, 4096, logprob_rows(0.7))      # whole, on every rank
+    logprobs_T = at_actions(experience, rows_T)                        # NaN where nothing acted
 
-    for part in micro_batches(experience, token_budget=4096):      # to learn from
+    for part in deal(spread, experience, 4096):                        # to learn from
         batch, targets_T = local_rows(spread, part, device)
-        rows_T = forward(batch, targets_T, temperature=0.7)
-        logprobs_T = part.at_actions(rows_T)                       # of part.experience's tokens
+        part.at_actions(forward(batch, targets_T, temperature=0.7))    # of part.experience's tokens
 
-Packing changes no bits on the exact path; how many tokens a micro-batch has is a matter of memory.
+Every rank has the whole experience. Each data-parallel rank takes every so-manieth micro-batch, and
+what they compute comes back to every rank, so that what follows (advantages, losses' weights) is
+the same arithmetic everywhere. Packing changes no bits on the exact path; how many tokens a
+micro-batch has is a matter of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kilter.comm.collectives import all_reduce_max, broadcast
+from kilter.comm.axis import Axis
+from kilter.comm.collectives import all_reduce_max, all_reduce_sum
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
 from kilter.rl.experience import IGNORE, Experience
 from kilter.train.step import local_rows
+
+# Of a forward, and what it is to compute with its targets, the values [T] of its rows, or several.
+Rows = Callable[[Callable[..., Any], Batch, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -109,18 +116,80 @@ def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 
     return found + [MicroBatch((), None)] * (at_least - len(found))
 
 
-def micro_batches_in_step(experience: Experience, token_budget: int, spread: Spread
-                          ) -> list[MicroBatch]:
-    """`micro_batches`, as many on every data-parallel rank, which all call: where parameters are
-    sharded over them, each forward and backward is everybody's.
+def deal(spread: Spread, experience: Experience, token_budget: int, *, own: bool = False
+         ) -> list[MicroBatch]:
+    """This rank's micro-batches: on every data-parallel rank as many, since each forward and
+    backward of sharded parameters is everybody's, and as many as a pipeline's schedule can take.
 
     Args:
-        experience: this rank's; the ranks of tensor and pipeline axes have the same.
+        own: the experience is this data-parallel rank's own, and others have others; else all have
+            the same and each takes a part.
+
+    Raises:
+        ValueError: for a sequence that is longer than the budget, and under context parallelism,
+            whose ranks have parts of sequences.
     """
-    parts = micro_batches(experience, token_budget)
-    count = torch.tensor([len(parts)], device=spread.mesh.device_type)
-    most = int(all_reduce_max(count, spread.mesh.axis("dp")))
-    return parts if most == len(parts) else micro_batches(experience, token_budget, at_least=most)
+    mesh = spread.mesh
+    if mesh.layout.cp > 1:
+        raise ValueError(f"An experience cannot be scored with cp = {mesh.layout.cp} yet, since "
+                         "the rows of a sequence are then on several ranks; set cp to 1.")
+    dp = mesh.axis("dp")
+    turns, first = (1, 0) if own else (dp.size, dp.index)
+    count = -(-len(micro_batches(experience, token_budget)) // turns)
+    if own:
+        count = int(all_reduce_max(torch.tensor([count], device=mesh.device_type), dp))
+    if spread.pipeline is not None:
+        count = _allowed(spread, count)
+    return micro_batches(experience, token_budget, at_least=count * turns)[first::turns]
+
+
+@torch.no_grad()
+def rows_of(spread: Spread, experience: Experience, token_budget: int, rows: Rows) -> Tensor:
+    """float32 [T] on every rank: ``rows`` of every token, in the alignment of a model's rows (row t
+    predicts token t + 1)."""
+    mine = deal(spread, experience, token_budget)
+    return together(spread.mesh.axis("pp_dp_cp"), experience, mine, _forwards(spread, mine, rows))
+
+
+def together(axis: Axis, experience: Experience, mine: Sequence[MicroBatch],
+             found: Sequence[Tensor | None]) -> Tensor:
+    """What the ranks of an axis found of the rows of their micro-batches, whole on all of them.
+
+    Args:
+        found: of each of this rank's micro-batches; None where another stage of the pipeline has
+            it.
+    """
+    whole_T = torch.zeros(experience.num_tokens, dtype=torch.float64)
+    for part, rows_T in zip(mine, found, strict=True):
+        if part.experience is not None and rows_T is not None:
+            whole_T[places(experience, part)] = rows_T[:part.num_tokens].detach().double().cpu()
+    return all_reduce_sum(whole_T, axis).float()
+
+
+def places(experience: Experience, part: MicroBatch) -> Tensor:
+    """int64: where the tokens of a micro-batch stand in the experience it is of."""
+    cu = experience.cu_seqlens_S1.tolist()
+    return torch.cat([torch.arange(cu[s], cu[s + 1]) for s in part.sequences])
+
+
+def at_actions(experience: Experience, rows_T: Tensor) -> Tensor:
+    """From values of rows to those of tokens: at each action what the row before it has, NaN
+    elsewhere."""
+    return torch.where(experience.is_action_T, experience.at_actions(rows_T), torch.nan)
+
+
+def logprob_rows(temperature: float, with_entropy: bool = False) -> Rows:
+    """Log-probabilities of actions, at the rows that predict them, 0 elsewhere; with the entropies
+    of their distributions."""
+    def rows(forward: Callable[..., Any], batch: Batch, targets_T: Tensor) -> Any:
+        return forward(batch, targets_T, temperature=temperature, with_entropy=with_entropy)
+
+    return rows
+
+
+def value_rows(forward: Callable[..., Any], batch: Batch, targets_T: Tensor) -> Any:
+    """A critic's or a reward model's values of the state after each token."""
+    return forward(batch)
 
 
 @dataclass(frozen=True)
@@ -140,39 +209,42 @@ class Scores:
 @torch.no_grad()
 def score(spread: Spread, experience: Experience, *, token_budget: int, temperature: float = 1.0,
           with_entropy: bool = False) -> Scores:
-    """Log-probabilities of all actions, without gradients, on every rank that has the experience;
-    all ranks of the mesh call.
+    """Log-probabilities of all actions, where each data-parallel rank has an experience of its own;
+    the ranks of tensor and pipeline axes have the same, and all of the mesh call.
 
     Args:
-        experience: as in `micro_batches_in_step`.
         temperature: that the actions were sampled at.
 
     Raises:
-        ValueError: as `micro_batches` and the forward do, and under context parallelism, whose
-            ranks have parts of sequences.
+        ValueError: as `deal` and the forward do.
     """
-    mesh = spread.mesh
-    if mesh.layout.cp > 1:
-        raise ValueError(f"An experience cannot be scored with cp = {mesh.layout.cp} yet, since "
-                         "the rows of a sequence are then on several ranks; set cp to 1.")
-    device = torch.device(mesh.device_type)
-    parts = micro_batches_in_step(experience, token_budget, spread)
-    rows = [local_rows(spread, part, device) for part in parts]
+    mine = deal(spread, experience, token_budget, own=True)
+    found = _forwards(spread, mine, logprob_rows(temperature, with_entropy))
+    stage = spread.mesh.axis("pp")
+    if not with_entropy:
+        return Scores(at_actions(experience, together(stage, experience, mine, found)), None)
+    logprobs_T, entropy_T = (
+        at_actions(experience, together(stage, experience, mine, [f and f[i] for f in found]))
+        for i in range(2))
+    return Scores(logprobs_T, entropy_T)
 
-    def scored(forward: Callable[..., Any], k: int) -> Tensor:
-        batch, targets_T = rows[k]
-        found = forward(batch, targets_T, temperature=temperature, with_entropy=with_entropy)
-        return torch.stack(found if with_entropy else (found,))
 
-    whole_NT = torch.full((1 + with_entropy, experience.num_tokens), torch.nan)
-    cu = experience.cu_seqlens_S1.tolist()
-    for part, found_NT in zip(parts, spread.forward_all([b for b, _ in rows], scored),
-                              strict=True):
-        if found_NT is None or part.experience is None:
-            continue
-        place_T = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in part.sequences])
-        whole_NT[:, place_T] = torch.stack([part.at_actions(row_T) for row_T in found_NT]).cpu()
-    if spread.pipeline is not None:  # the others learn it from the last stage's rank
-        last = spread.pipeline.placement[-1]
-        whole_NT = broadcast(whole_NT.to(device), mesh.axis("pp"), last).cpu()
-    return Scores(whole_NT[0], whole_NT[1] if with_entropy else None)
+def _forwards(spread: Spread, mine: Sequence[MicroBatch], rows: Rows) -> list[Any]:
+    device = torch.device(spread.mesh.device_type)
+    given = [local_rows(spread, part, device) for part in mine]
+    return spread.forward_all([batch for batch, _ in given],
+                              lambda forward, k: rows(forward, *given[k]))
+
+
+def _allowed(spread: Spread, count: int) -> int:
+    """The least number of micro-batches from ``count`` on that the schedule can take."""
+    assert spread.pipeline is not None
+    last: ValueError | None = None
+    for more in range(count, count + 3 * spread.mesh.layout.pp):
+        try:
+            spread.pipeline.schedule(more)
+            return more
+        except ValueError as error:
+            last = error
+    assert last is not None
+    raise last

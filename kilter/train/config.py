@@ -218,7 +218,10 @@ class TrainJob:
             try:
                 self.pipeline.make(layout.pp, self.micro_batches // layout.dp)
             except ValueError as error:
-                problems.append(f"the pipeline cannot be so: {str(error).rstrip('.')}")
+                whose = "the pipeline" if layout.dp == 1 else (
+                    f"the pipeline of each of the {layout.dp} data-parallel ranks, which has "
+                    f"{self.micro_batches // layout.dp} of the {self.micro_batches} micro_batches,")
+                problems.append(f"{whose} cannot be so: {str(error).rstrip('.')}")
         if self.kind in OF_PAIRS and layout.cp > 1:
             problems.append(f"layout.cp is {layout.cp}, but context parallelism is not there yet "
                             f"for kind = {self.kind}; it must be 1")

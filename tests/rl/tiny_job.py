@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch.distributed as dist
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
 
-from kilter.job import build
+from kilter.job import build, dump
 from kilter.rl.config import RLJob
 from kilter.rl.launch import open_rl
 from kilter.rl.loop import RLRun
@@ -18,6 +20,8 @@ from kilter.rl.roles import Roles
 from kilter.rl.tasks import TaskItem
 from kilter.train.loop import Ending, stop_signals
 from tests.serve.tiny_tokenizer import save_byte_tokenizer
+
+T = TypeVar("T")
 
 MODEL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -67,16 +71,42 @@ def make_job(folder: Path, **changes: Any) -> RLJob:
     return build(RLJob, job_table(folder, **changes))
 
 
-def run_rank(job: Mapping[str, Any]) -> Ending:
-    """Runs in this process as the rank it is; for `RankPool.run`."""
+@contextmanager
+def new_run(job: Mapping[str, Any]) -> Iterator[RLRun]:
+    """A run that was made and restored, and has not stepped yet, as the rank this process is."""
     made = build(RLJob, job)
     inputs = open_rl(made)
-    with stop_signals() as stop, ExitStack() as closing:
-        return RLRun(made, inputs, Roles(made, inputs, "cpu"), closing).go(stop)
+    with ExitStack() as closing:
+        yield RLRun(made, inputs, Roles(made, inputs, "cpu"), closing)
 
 
-def alone() -> bool:
-    return not dist.is_initialized()
+def run_rank(job: Mapping[str, Any]) -> Ending:
+    """Runs in this process as the rank it is; for `RankPool.run`."""
+    with new_run(job) as run, stop_signals() as stop:
+        return run.go(stop)
+
+
+def everyone(ranks: Any, function: Callable[..., T], job: RLJob, *args: Any) -> list[T]:
+    """``function(job, *args)`` on as many ranks as the job takes."""
+    world = job.placement.world(job.layout.world)
+    if world == 1:
+        return [function(dump(job), *args)]
+    return list(ranks.run(world, function, dump(job), *args))
+
+
+def told(job: RLJob, kind: str = "step") -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl``."""
+    lines = (Path(job.output) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def tensors(job: RLJob, step: int) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, whole."""
+    reader = FileSystemReader(Path(job.output) / "checkpoints" / f"step-{step:08d}")
+    found = {name: torch.full(meta.size, torch.nan) for name, meta in
+             reader.read_metadata().state_dict_metadata.items()}
+    load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def merged(table: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

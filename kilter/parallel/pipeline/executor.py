@@ -144,8 +144,10 @@ class Pipeline:
 
         def backward(stage: int, k: int) -> None:
             out, x_TD = flow.outputs.pop((stage, k)), flow.inputs.pop((stage, k), None)
-            torch.autograd.backward(out, flow.grads.pop((stage, k), None))
-            del out
+            grad = flow.grads.pop((stage, k), None)
+            if out.requires_grad:  # not of a first stage that is frozen
+                torch.autograd.backward(out, grad)
+            del out, grad
             if x_TD is not None and self.placement[stage - 1] == self.axis.index:
                 flow.grads[stage - 1, k] = _grad_of(x_TD)
             elif x_TD is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -83,16 +84,17 @@ def make_replica(job: RLJob, reserved: Reserved, index: int, place: Place) -> Re
 
 def _watch(references: Sequence[Any], done: Done) -> None:
     futures = [reference.future() for reference in references]
-    left = len(futures)
-    told = False
+    lock, left, told = threading.Lock(), len(futures), False
 
     def one(future: Any) -> None:
         nonlocal left, told
         error = future.exception()
-        left -= 1
-        if not told and (error is not None or left == 0):
+        with lock:
+            left -= 1
+            if told or (error is None and left):
+                return
             told = True
-            done(None if error is not None else futures[0].result(), error)
+        done(None if error is not None else futures[0].result(), error)
 
     for future in futures:
         future.add_done_callback(one)

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ from kilter.rl.distributed.cluster import Reserved, load_ray
 from kilter.rl.distributed.replica import make_replica
 from kilter.rl.distributed.roles import DistantRoles, Parcels
 from kilter.rl.distributed.rollouts import Rollouts
-from kilter.rl.distributed.weights import unpack
+from kilter.rl.distributed.weights import Piece, unpack
 from kilter.rl.loop import RLRun
 from kilter.rl.rewards import build_rewards
 from kilter.rl.roles import RLInputs, Roles, environment_of, judged
@@ -60,13 +60,6 @@ class Rank:
     """What both kinds of rank are."""
 
     def __init__(self, place: Place) -> None:
-        if not Path(place.folder).is_dir():
-            raise FileNotFoundError(
-                f"The folder {place.folder}, where the command was started, is not on the machine "
-                f"{os.uname().nodename}. All machines of the cluster need the job's files under "
-                "the same paths; start it in a folder that they share.")
-        os.chdir(place.folder)
-        sys.path.insert(0, place.folder)  # the job's own tasks and rewards
         self._place = place
         self._store: dist.Store | None = None
 
@@ -82,7 +75,19 @@ class Rank:
         return True
 
     def _join(self, rank: int, world: int, address: Address, timeout: timedelta) -> None:
-        """Becomes a rank of a world; on the thread that will work."""
+        """Becomes a rank of a world; on the thread that will work.
+
+        Raises:
+            ValueError: if this machine does not have the job's folder.
+        """
+        folder = self._place.folder
+        if not Path(folder).is_dir():
+            raise ValueError(
+                f"The folder {folder}, where the command was started, is not on the machine "
+                f"{os.uname().nodename}. All machines of the cluster need the job's files under "
+                "the same paths; start it in a folder that they share.")
+        os.chdir(folder)
+        sys.path.insert(0, folder)  # the job's own tasks and rewards
         self._threads()
         if self._place.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each actor its own
@@ -201,13 +206,9 @@ class RolloutRank(Rank):
                 for this rank.
         """
         self._threads()
-        ray, engine = load_ray(), self._engine
-
-        def fetched() -> Iterator[list[Any]]:
-            for references in groups:
-                yield ray.get(list(references))
-
-        engine.update(unpack(fetched(), engine.shards, sums, engine.mesh.axis("tp")), version)
+        engine = self._engine
+        fetched = (self._fetch(references) for references in groups)
+        engine.update(unpack(fetched, engine.shards, sums, engine.mesh.axis("tp")), version)
 
     def sample(self, number: int, groups: Sequence[Group]) -> list[Group]:
         """Goes on with groups of one step until they are done, or interrupted. Those that are done
@@ -240,6 +241,10 @@ class RolloutRank(Rank):
         while self._over < number:
             self._engine.interrupt()
             time.sleep(0.002)
+
+    def _fetch(self, references: Sequence[Any]) -> list[list[Piece]]:
+        found: list[list[Piece]] = load_ray().get(list(references))
+        return found
 
     def close(self) -> None:
         """Ends the processes that judge answers."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from collections import Counter
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from bench.parity import MODELS, data, tiny
 from kilter.mesh.layout import Layout
@@ -20,20 +25,25 @@ from kilter.models.decoder import Decoder
 from kilter.models.init import init_weights
 from kilter.parallel.apply import Spread, apply
 from kilter.parallel.norm import gradient_norm
-from kilter.parallel.pipeline.executor import PipelineConfig
+from kilter.parallel.pipeline.check import activations_in_flight
+from kilter.parallel.pipeline.executor import Part, PipelineConfig
 from kilter.parallel.pipeline.generators import NAMES, make_schedule
 from kilter.parallel.pipeline.schedule import Action
 from kilter.parallel.pipeline.stage import DeferredGrads, cut, head_layers, split_layers
-from kilter.train.step import local_rows, token_loss
+from kilter.train.optimizer import Optimizer, OptimizerConfig
+from kilter.train.step import evaluate, local_rows, token_loss, train_step
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 
 
-def spread_over(model: str, layout: Layout, schedule: str) -> Spread:
+def spread_over(model: str, layout: Layout, schedule: str, frozen: tuple[str, ...] = ()
+                ) -> Spread:
     mesh = Mesh(layout) if layout.world > 1 else Mesh.single()
     with torch.device("meta"):
         decoder = Decoder(MODELS[model]())
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen or "-"))
     spread = apply(decoder, mesh, pipeline=PipelineConfig(schedule))
     spread.initialise(seed=1, std=0.2)
     return spread
@@ -84,14 +94,20 @@ def test_ranks_do_what_the_schedule_says(ranks: RankPool, schedule: str) -> None
     assert tuple(map(tuple, orders)) == make_schedule(schedule, 4, 8).actions
 
 
-def norms(layout: Layout, schedule: str) -> list[float]:
-    spread = spread_over("tied", layout, schedule)
-    rows = [local_rows(spread, m, CPU) for m in data(spread.model.spec.vocab_size)[0][:4]]
+def norms(layout: Layout, schedule: str, frozen: tuple[str, ...] = ()) -> list[float]:
+    spread = spread_over("tied", layout, schedule, frozen)
+    backward(spread, 4)
+    spread.finish()
+    assert sum(whole_bytes(part) for part in spread.parts) == 0
+    return [gradient_norm(spread.held, spread.mesh.axis("world"), p) for p in (2.0, math.inf)]
+
+
+def backward(spread: Spread, micro_batches: int) -> None:
+    rows = [local_rows(spread, m, CPU)
+            for m in data(spread.model.spec.vocab_size)[0][:micro_batches]]
     spread.backward_all([batch for batch, _ in rows],
                         lambda forward, k: token_loss(forward, *rows[k], 0.01),
                         lambda _: nullcontext())
-    spread.finish()
-    return [gradient_norm(spread.held, spread.mesh.axis("world"), p) for p in (2.0, math.inf)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -100,6 +116,116 @@ def test_norms_count_all_stages_and_the_tied_head_once(ranks: RankPool, schedule
     one = norms(Layout(), schedule)
     for found in ranks.run(2, norms, Layout(pp=2), schedule):
         assert found == pytest.approx(one, rel=1e-6)
+
+
+FIRST_HALF = ("embed", "layers.0.", "layers.1.")
+
+
+@pytest.mark.parametrize(("layout", "schedule", "frozen"), [
+    (Layout(pp=2), "1f1b", FIRST_HALF), (Layout(pp=2), "zb-h1", FIRST_HALF),
+    (Layout(pp=2, dp=2, zero=3), "zb-h1", FIRST_HALF), (Layout(pp=2), "zb-v", ("embed",)),
+    (Layout(pp=2), "zb-v", ("layers", "norm")), (Layout(pp=2, dp=2, zero=3), "gpipe", ("layers",)),
+], ids=str)
+def test_parameters_may_be_frozen(ranks: RankPool, layout: Layout, schedule: str,
+                                  frozen: tuple[str, ...]) -> None:
+    """All of a first stage too, whose output then has no gradient."""
+    one = norms(Layout(), schedule, frozen)
+    for found in ranks.run(layout.world, norms, layout, schedule, frozen):
+        copies = layout.dp  # each has all micro-batches here
+        assert found == pytest.approx([copies * norm for norm in one], rel=1e-6)
+
+
+def whole_bytes(part: Part) -> int:
+    """Of parameters that FSDP has gathered and not let go."""
+    return sum(parameter._unsharded_param.untyped_storage().nbytes()
+               for module in part.stage.modules() if isinstance(module, FSDPModule)
+               for group in module._get_fsdp_state()._fsdp_param_groups
+               for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
+
+
+def gathered(schedule: str) -> tuple[bool, list[int]]:
+    """Whether parameters were whole at some time, and bytes of those that still are after a step
+    and after an evaluation."""
+    spread = spread_over("tied", Layout(pp=2, dp=2, zero=3), schedule)
+    optimizer = Optimizer(spread.held, OptimizerConfig(), spread.mesh.axis("dp_cp_tp"))
+    micro_batches, seen = data(spread.model.spec.vocab_size)[0][:4], []
+
+    def phase(name: str) -> Any:
+        seen.append(sum(map(whole_bytes, spread.parts)))
+        return nullcontext()
+
+    train_step(spread, optimizer, micro_batches, phase=phase)
+    after = [sum(map(whole_bytes, spread.parts))]
+    evaluate(spread, micro_batches)
+    return any(seen), [*after, sum(map(whole_bytes, spread.parts))]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
+def test_no_parameter_stays_whole(ranks: RankPool, schedule: str) -> None:
+    by_rank = ranks.run(4, gathered, schedule)
+    assert all(after == [0, 0] for _, after in by_rank)
+    assert any(some for some, _ in by_rank)
+
+
+def held_at_once(schedule: str) -> tuple[int, int]:
+    """(the most micro-batches times stages whose activations this rank held at once, how many it
+    still holds at the end)."""
+    spread = spread_over("deep", Layout(pp=4), schedule)
+    pipeline = spread.pipeline
+    assert pipeline is not None
+    live: Counter[tuple[int, int]] = Counter()
+    most = 0
+
+    class Saved:
+        def __init__(self, tensor: Tensor, key: tuple[int, int]) -> None:
+            self.tensor = tensor
+            live[key] += 1
+            weakref.finalize(self, live.subtract, [key])
+
+    through = pipeline._through
+
+    def noted(stage: int, batch: Any, x_TD: Tensor | None, score: Any, k: int) -> Tensor:
+        nonlocal most
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: Saved(tensor, (stage, k)), lambda saved: saved.tensor):
+            out = through(stage, batch, x_TD, score, k)
+        most = max(most, sum(count > 0 for count in live.values()))
+        return out
+
+    with mock.patch.object(pipeline, "_through", noted):
+        backward(spread, 8)
+    return most, sum(count > 0 for count in live.values())
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_activations_live_as_long_as_the_schedule_says(ranks: RankPool, schedule: str) -> None:
+    """At p = 4, m = 8: 1f1b's first rank holds 4 and gpipe's 8. Where the backward is split,
+    only the inputs of products wait for its second part."""
+    made = make_schedule(schedule, 4, 8)
+    by_rank = ranks.run(4, held_at_once, schedule)
+    assert [left for _, left in by_rank] == [0, 0, 0, 0]
+    for (most, _), bound in zip(by_rank, activations_in_flight(made), strict=True):
+        assert 0 < most <= bound if made.splits_backward else most == bound
+
+
+def kept_of_a_dropped_model(layout: Layout) -> int:
+    """Parameters that are still in memory when nobody has the model any more."""
+
+    def trained() -> list[weakref.ref[Any]]:
+        spread = spread_over("tied", layout, "zb-v")
+        optimizer = Optimizer(spread.held, OptimizerConfig(), spread.mesh.axis("dp_cp_tp"))
+        train_step(spread, optimizer, data(spread.model.spec.vocab_size)[0][:4])
+        return [weakref.ref(parameter) for parameter in spread.model.parameters()]
+
+    found = trained()
+    gc.collect()
+    return sum(reference() is not None for reference in found)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2, zero=2),
+                                    Layout(pp=2, dp=2, zero=3)], ids=str)
+def test_a_dropped_model_leaves_memory(ranks: RankPool, layout: Layout) -> None:
+    assert ranks.run(layout.world, kept_of_a_dropped_model, layout) == [0] * layout.world
 
 
 def test_deferred_gradients_are_those_of_a_whole_backward() -> None:

@@ -1,4 +1,4 @@
-"""Training on pairs: what is computed, under every layout, and what is learned."""
+"""Training on pairs: what is computed, against transformers, and what is learned."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.train.preference.pairs_run import folder, inputs, pairs_job, rows
 from tests.train.tiny_run import losses, metrics, run, tensors
 
 __all__ = ["folder", "inputs"]
+
 
 # What is computed
 
