@@ -13,6 +13,7 @@ time. A run that was cut is gone on with; a finished one is followed by another 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import resource
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
     try:
+        need("openai", "reasoning_gym")
         job = read_job(_job_class(), JOB, arguments)
         demo(job, arguments)
     except JobError as error:
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"demo: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nStopped. The same command goes on from the last checkpoint.", flush=True)
+        print("\nThe demo was stopped; given again, it goes on with its run.", flush=True)
         return 130
     print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.", flush=True)
     return 0
@@ -115,6 +117,17 @@ def kilter(*arguments: object) -> None:
         raise
     if code:
         raise Failed(f"`kilter {arguments[0]}` ended with exit code {code}.")
+
+
+def need(*packages: str) -> None:
+    """Asks for what stages will import, before the first of them takes its time.
+
+    Raises:
+        Failed: naming what is not there.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise Failed(f"The demo needs {' and '.join(missing)}, which cannot be imported. `make "
+                     "demo` installs what it needs; elsewhere, pip install 'kilter[demo]'.")
 
 
 def next_folder(base: Path, usable: Callable[[Path], bool]) -> Path:

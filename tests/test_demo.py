@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,18 @@ def test_a_cut_run_is_gone_on_with_and_a_finished_one_is_not(demo: dict[str, Any
     assert next_folder(base, lambda folder: False) == tmp_path / "runs" / "demo-11"
     (tmp_path / "runs" / "demo-10" / "model").mkdir()
     assert next_folder(base, lambda folder: True) == tmp_path / "runs" / "demo-11"
+
+
+def test_what_is_missing_is_said_first(demo: dict[str, Any]) -> None:
+    demo["need"]("json", "kilter")
+    with pytest.raises(demo["Failed"], match=r"needs no_such_a and no_such_b, which"):
+        demo["need"]("no_such_a", "json", "no_such_b")
+
+
+def test_a_shown_command_can_be_given_by_hand(demo: dict[str, Any]) -> None:
+    words = ["-p", "What is it?", "a'b c", 'say "hi there"', "$HOME x", "plain", "x!y z", "a\\b c"]
+    assert shlex.split(" ".join(map(demo["_quoted"], words))) == words
+    assert demo["_quoted"]("What is it?") == '"What is it?"'
 
 
 def test_the_summary_adds_up(demo: dict[str, Any]) -> None:

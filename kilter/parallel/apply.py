@@ -334,6 +334,17 @@ def _reshard(scorer: nn.Module, _: object, out: Tensor | tuple[Tensor, ...]) -> 
         scorer.reshard()  # type: ignore[operator]
 
 
+def make_groups(spec: ModelSpec, mesh: Mesh, pipeline: PipelineConfig | None = None) -> None:
+    """Makes all process groups that `apply`, an optimizer and a step ask a mesh for: for a mesh of
+    some ranks only, which all ranks of the default group have to make before its own go on."""
+    for name in ("dp_cp_tp", "world"):
+        mesh.axis(name)
+    kv_sharers(spec, mesh)
+    if mesh.layout.pp > 1 and mesh.device_type != "cpu":
+        schedule, _ = (pipeline or PipelineConfig()).layers_of(spec, mesh.layout.pp)
+        lanes(mesh, schedule.placement)
+
+
 def kv_sharers(spec: ModelSpec, mesh: Mesh) -> Axis:
     """The ranks that hold the same KV head as this one, as an axis of their own."""
     tensor = mesh.axis("tp")

@@ -34,7 +34,7 @@ def sampled(folder: Path, **changes: Any) -> Iterator[tuple[RLRun, Experience]]:
     with new_run(dump(make_job(folder, **changes))) as run:
         run.roles.send_weights(0)
         experience = run.sample(0)[0]
-        assert len(experience.lengths.unique()) > 2
+        assert len(experience.lengths.unique()) > 1
         yield run, experience
 
 
@@ -69,7 +69,7 @@ def matches(learner: Policy | Critic, lesson: Lesson, loss: Tensor,
     assert max(float(g.abs().max()) for g in expected) > 1e-4
     for budget in BUDGETS:
         value, gradients = taken(learner, lesson, budget, monkeypatch)
-        assert value == pytest.approx(float(loss), abs=1e-6)
+        assert value == pytest.approx(loss.item(), abs=1e-6)
         for own, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
@@ -163,14 +163,15 @@ def test_slopes_of_pairs_are_the_gradient_of_dpo(kind: str, tmp_path: Path,
         loss = torch.stack(losses).mean()
         slopes_T, told = pair_slopes(run.recipe, experience, experience.logprobs_T, ref_T, chosen_P,
                                      rejected_P)
-        assert told["dpo_loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert told["dpo_loss"] == pytest.approx(loss.item(), rel=1e-5)
         lesson = make_lesson(run.recipe, experience, reward_S, kl_beta=0.0, ref_T=ref_T)
         lesson = replace(lesson, advantages_T=slopes_T)
         expected = torch.autograd.grad(loss, [held.tensor for held in policy.spread.held])
+        largest = max(float(g.abs().max()) for g in expected)
         for budget in BUDGETS:
             _, gradients = taken(policy, lesson, budget, monkeypatch)
             for own, other in zip(gradients, expected, strict=True):
-                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5 * largest)
 
 
 def test_the_critics_loss_is_the_mean_over_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch

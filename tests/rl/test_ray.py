@@ -47,6 +47,8 @@ def cluster(marks: Path) -> Iterator[str]:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Else Ray kills actors where other processes of the machine take its memory.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False,
                        logging_level="ERROR")
     yield context.address_info["address"]
@@ -197,6 +199,21 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"ray is not installed; pip install 'kilter\[ray\]'"):
         cluster_module.load_ray()
+
+
+@pytest.mark.parametrize(("address", "problem"), [
+    ("127.0.0.1:1", "no cluster answers there"), ("ray://127.0.0.1:1", "on a machine of the"),
+    ("127.0.0.1:x", "no cluster answers there")])
+def test_addresses_without_a_cluster(monkeypatch: pytest.MonkeyPatch, address: str, problem: str
+                                     ) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed (extra ray)")
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ValueError, match=problem), cluster_module.connected():
+        pass
 
 
 def toml(table: dict[str, Any]) -> str:

@@ -175,6 +175,10 @@ class Pipeline:
             elif action.kind is Kind.I:
                 with phase("backward"):
                     backward(stage, k)
+                    waiting = (recorded for (at, _), recorded in flow.recorded.items()
+                               if at == stage)
+                    if (first := next(waiting)) is not flow.recorded[stage, k]:
+                        DeferredGrads.join(flow.recorded[stage, k], first)
             elif action.kind is Kind.W:
                 with phase("backward"):
                     begin(stage)

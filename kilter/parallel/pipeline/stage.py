@@ -174,6 +174,16 @@ class DeferredGrads:
         self._now = None
 
     @staticmethod
+    def join(recorded: Recorded, before: Recorded) -> None:
+        """After the backward pass of one forward: gradients of matrices that it made whole (an
+        embedding's, a head's) join those of an earlier forward, so that one of each waits for
+        `make` and not as many as there are forwards."""
+        for (_, leaf, products), (_, first, _) in zip(recorded, before, strict=True):
+            if leaf.grad is not None and leaf.dim() > 1 and not products:
+                first.grad = leaf.grad if first.grad is None else first.grad.add_(leaf.grad)
+                leaf.grad = None
+
+    @staticmethod
     def make(recorded: Recorded) -> None:
         """Brings the gradients of one forward to the parameters; empties the list."""
         used, grads = [], []
@@ -183,9 +193,9 @@ class DeferredGrads:
                 part = weight_grad(x_TK, dy_TN).to(leaf.dtype)
                 grad = part if grad is None else grad.add_(part)
             products.clear()
-            if grad is not None:
-                used.append(weight)
-                grads.append(grad)
+            used.append(weight)
+            # Zeros for what has joined another: whoever counts gradients as they come finds all.
+            grads.append(leaf.new_zeros(()).expand_as(leaf) if grad is None else grad)
         recorded.clear()
         torch.autograd.backward(used, grads)
 

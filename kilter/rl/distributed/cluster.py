@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from typing import Any
 
 from kilter.rl.config import RLJob
 from kilter.train.inputs import device_type
+
+_NO_CLUSTER = ("RAY_ADDRESS is {}, but no cluster answers there ({}). Start one with `ray start "
+               "--head`, or unset RAY_ADDRESS to run on this machine alone.")
 
 
 def load_ray() -> Any:
@@ -41,17 +45,32 @@ def connected() -> Iterator[Any]:
     # Ray reports its use to its makers unless it is told not to.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _check_address(address)
     try:
         ray.init(address="auto" if address else None, log_to_driver=False, logging_level="ERROR",
                  **({} if address else {"include_dashboard": False}))
     except ConnectionError as error:
-        raise ValueError(f"RAY_ADDRESS is {address}, but no cluster answers there ({error}). Start "
-                         "one with `ray start --head`, or unset RAY_ADDRESS to run on this machine "
-                         "alone.") from None
+        raise ValueError(_NO_CLUSTER.format(address, error)) from None
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Ray itself would try for minutes."""
+    if "://" in address:
+        raise ValueError(f"RAY_ADDRESS is {address}, but the command has to be started on a machine "
+                         "of the cluster; do that, with the address host:port.")
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return  # "auto", say
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0):
+            pass
+    except (OSError, ValueError) as error:
+        raise ValueError(_NO_CLUSTER.format(address, error)) from None
 
 
 def device_of(job: RLJob) -> str:

@@ -29,7 +29,7 @@ from kilter.parallel.pipeline.check import activations_in_flight
 from kilter.parallel.pipeline.executor import Part, PipelineConfig
 from kilter.parallel.pipeline.generators import NAMES, make_schedule
 from kilter.parallel.pipeline.schedule import Action
-from kilter.parallel.pipeline.stage import DeferredGrads, cut, head_layers, split_layers
+from kilter.parallel.pipeline.stage import DeferredGrads, Stage, cut, head_layers, split_layers
 from kilter.train.optimizer import Optimizer, OptimizerConfig
 from kilter.train.step import evaluate, local_rows, token_loss, train_step
 from tests.ranks import RankPool
@@ -189,6 +189,8 @@ def held_at_once(schedule: str) -> tuple[int, int]:
         with torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: Saved(tensor, (stage, k)), lambda saved: saved.tensor):
             out = through(stage, batch, x_TD, score, k)
+        live[stage, k] += 1
+        weakref.finalize(out, live.subtract, [(stage, k)])
         most = max(most, sum(count > 0 for count in live.values()))
         return out
 
@@ -242,6 +244,38 @@ def test_deferred_gradients_are_those_of_a_whole_backward() -> None:
             assert all(p.grad is None for p in model.parameters())
             assert any(products for _, _, products in recorded)
             DeferredGrads.make(recorded)
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    whole, apart = gradients(False), gradients(True)
+    assert whole.keys() == apart.keys()
+    for name, grad in whole.items():
+        torch.testing.assert_close(apart[name], grad, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_one_gradient_of_a_head_waits_and_not_one_of_each_micro_batch() -> None:
+    def gradients(deferred: bool) -> dict[str, Tensor]:
+        model = init_weights(Decoder(MODELS["untied"]()), 3, std=0.2)
+        later = DeferredGrads(model) if deferred else None
+        waiting = []
+        for micro_batch in data(model.spec.vocab_size)[0][:3]:
+            recorded = later.record() if later is not None else []
+            stage = Stage(model, Mesh.single().axis("tp"), False, True)
+            loss = stage(micro_batch.batch(CPU), micro_batch.targets_T, torch.full((48,), 0.01))
+            loss.backward()
+            if later is not None:
+                later.stop()
+                if waiting:
+                    later.join(recorded, waiting[0])
+                waiting.append(recorded)
+                rows = [leaf.grad is not None for one in waiting for _, leaf, _ in one
+                        if leaf.shape[0] == model.spec.vocab_size]
+                assert sum(rows) == 2  # the embedding's and the head's
+        arrived: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        for recorded in waiting:
+            DeferredGrads.make(recorded)
+        assert len(arrived) == len(waiting) * len(list(model.parameters()))
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     whole, apart = gradients(False), gradients(True)

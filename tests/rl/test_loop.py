@@ -1,0 +1,200 @@
+"""The loop in every setting: rollout and trainer agree bit for bit, and a run says what it did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kilter.job import dump
+from kilter.rl.config import RLJob
+from kilter.rl.experience import Rollout
+from kilter.rl.gate import Disagreement
+from kilter.rl.rewards import Sample
+from tests.ranks import RankPool
+from tests.rl.tiny_job import everyone, make_job, new_run, run_rank, told
+
+
+def ran(folder: Path, **changes: Any) -> tuple[RLJob, list[dict[str, Any]]]:
+    """A job and what it told of its steps."""
+    job = make_job(folder, **changes)
+    run_rank(dump(job))
+    return job, told(job)
+
+
+@pytest.mark.parametrize("changes", [
+    {"rollout": {"temperature": t}} for t in (0.3, 0.6, 0.7, 1.5)] + [
+    {"precision": "bf16", "rollout": {"temperature": 0.7}},
+    {"precision": "bf16", "model": {"kv_dtype": "bf16"}},
+    {"lora": {"rank": 4, "dora": True}, "recipe": {"kl": "loss", "kl_beta": 0.1}},
+    {"recipe": {"kl": "loss", "kl_beta": 0.1, "kl_estimator": "k3", "entropy": 0.01}},
+    {"algorithm": "reinforce_pp", "recipe": {"kl": "reward", "kl_beta": 0.1, "kl_target": 0.01,
+                                             "kl_horizon": 64}},
+    {"update": {"epochs": 2, "minibatches": 3}, "recipe": {"dual_clip": 3.0}},
+    *({"recipe": {"correction": name}, "update": {"epochs": 2, "minibatches": 2}}
+      for name in ("tis", "mis", "icepop", "geometric")),
+    {"recipe": {"overlong": 4, "missing_eos": 0.5}},
+    {"algorithm": "ppo", "critic": {}, "recipe": {"whiten": False, "gamma": 0.9},
+     "update": {"epochs": 2, "minibatches": 2}}], ids=json.dumps)
+@pytest.mark.parametrize("gate", ["training", "pass"])
+def test_the_gate_is_exact(gate: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """At every step, after updates of the weights."""
+    if gate == "pass" and "correction" not in json.dumps(changes):
+        pytest.skip("the comparison is the same")
+    _, rows = ran(tmp_path, **{**changes, "steps": 3,
+                               "update": {**changes.get("update", {}), "gate": gate}})
+    assert [row["gate"]["max"] for row in rows] == [0.0] * 3
+    assert all(row["gate"]["tokens"] and row["grad_norm"] > 0.0 for row in rows)
+    assert all(row["sent"]["changed"] > 0 for row in rows)
+    if changes.get("recipe", {}).get("kl"):
+        assert rows[0]["kl"] == rows[0]["kl_k1"] == 0.0  # the same bits, not nearly so
+        assert rows[1]["kl"] > 0.0 and rows[2]["kl"] > 0.0
+    assert ("entropy" in rows[0]) == ("entropy" in changes.get("recipe", {}))
+    if "kl_target" in changes.get("recipe", {}):
+        assert len({row["kl_beta"] for row in rows}) == 3
+    if "overlong" in changes.get("recipe", {}):
+        assert rows[0]["shaped_reward"] < rows[0]["reward"]
+
+
+def test_nothing_moves_at_learning_rate_zero(tmp_path: Path) -> None:
+    """Case 18: the difference stays 0 and the weights the same, for as long as it runs."""
+    _, rows = ran(tmp_path, steps=20, optimizer={"lr": 0.0})
+    assert [row["gate"]["max"] for row in rows] == [0.0] * 20
+    assert len({row["sent"]["checksum"] for row in rows}) == 1
+    assert rows[0]["sent"]["changed"] == rows[0]["sent"]["tensors"]
+    assert [row["sent"]["changed"] for row in rows[1:]] == [0] * 19
+    assert all(row["grad_norm"] > 0.0 for row in rows)
+
+
+@pytest.mark.parametrize("update", [{}, {"gate": "pass"}, {"token_budget": 24}], ids=str)
+def test_another_temperature_of_the_trainer_stops_the_run(update: dict[str, Any], tmp_path: Path
+                                                          ) -> None:
+    job = make_job(tmp_path, update=update)
+    with new_run(dump(job)) as run:
+        run.take_step()
+        run.step += 1
+        assert run.roles.policy is not None
+        run.roles.policy.temperature = 1.0001
+        with pytest.raises(Disagreement, match=r"disagree by up to .* of sample 'p\d+/\d'"):
+            run.take_step()
+
+
+def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path) -> None:
+    with new_run(dump(make_job(tmp_path))) as run:
+        run.take_step()
+        assert run.roles.engine is not None
+        run.roles.engine.version = 1  # as if they had come
+        run.roles.send_weights = lambda version: None  # type: ignore[method-assign]
+        run.roles.engine.engine.weights_changed(1)  # type: ignore[union-attr]
+        run.step = 1
+        with pytest.raises(Disagreement):
+            run.take_step()
+
+
+def test_without_exactness_the_difference_is_told(tmp_path: Path) -> None:
+    job = make_job(tmp_path, model={"exact": False})
+    with new_run(dump(job)) as run:
+        assert run.roles.policy is not None
+        run.roles.policy.temperature = 1.1
+        found, _ = run.take_step()
+    assert found["gate"]["max"] > 0.01
+    _, rows = ran(tmp_path, steps=2, update={"gate": "off"})
+    assert all("gate" not in row for row in rows)
+
+
+def test_adapters_alone_are_sent(tmp_path: Path, ranks: RankPool) -> None:
+    """Case 22, and the reference is the model without them, bit for bit."""
+    changes = {"lora": {"rank": 2}, "steps": 3, "recipe": {"kl": "loss", "kl_beta": 0.1}}
+    job = make_job(tmp_path, **changes, layout={"dp": 2, "zero": 3})
+    everyone(ranks, run_rank, job)
+    first, second, third = (row["sent"] for row in told(job))
+    assert 0 < second["bytes"] == third["bytes"] < first["bytes"] / 3
+    assert second["tensors"] == third["tensors"] < first["tensors"]
+    assert second["changed"] > 0 and third["changed"] == third["tensors"]
+    assert [row["gate"]["max"] for row in told(job)] == [0.0] * 3
+    job = make_job(tmp_path, **changes, output=str(tmp_path / "one"))
+    with new_run(dump(job)) as run:
+        run.roles.send_weights(0)
+        experience, _ = run.sample(0)
+        before_T = run.roles.logprobs(experience)
+        run.learn(experience, 0, None, 1)
+        after_T, ref_T = run.roles.logprobs(experience), run.roles.reference_logprobs(experience)
+        here = experience.is_action_T
+        assert torch.equal(ref_T[here], before_T[here])
+        assert not torch.equal(after_T[here], before_T[here])
+
+
+# ---- turns ----
+
+SAID = [5, 5, 4]  # what the environment says: letters that the reward counts, if it saw them
+
+
+def environment(rollout: Rollout, tokenizer: object) -> Sequence[int] | None:
+    """Answers twice."""
+    turns = sum(a and not b for a, b in zip(rollout.is_action, rollout.is_action[1:], strict=False))
+    return SAID if turns < 2 else None
+
+
+def letters(samples: Sequence[Sample]) -> list[float]:
+    """Of the environment's, in what it is given."""
+    return [sum(token in SAID for token in sample.token_ids) + sample.answer_text.count("$")
+            for sample in samples]
+
+
+def test_turns_are_masked_and_not_rewarded(tmp_path: Path) -> None:
+    """Case 6: what the environment said is no action, has no log-probability, and no reward sees
+    it; case 7: the reward stands at the last action."""
+    job = make_job(tmp_path, algorithm="reinforce_pp", steps=2, seed=1,
+                   rewards=[{"kind": f"{__name__}:letters"}],
+                   rollout={"max_tokens": 30, "environment": f"{__name__}:environment",
+                            "engine": {"kv_tokens": 1024, "page_size": 4, "max_context": 48,
+                                       "eos_token_ids": list(range(20, 32))}},
+                   update={"token_budget": 100})
+    with new_run(dump(job)) as run:
+        run.roles.send_weights(0)
+        experience, rounds = run.sample(0)
+        rollouts = experience.to_rollouts()
+        found, _ = run.learn(experience, 0, None, rounds)
+    assert found["gate"]["max"] == 0.0
+    turns = 0
+    for rollout in rollouts:
+        acted = [t for t, a in zip(rollout.tokens, rollout.is_action, strict=True) if a]
+        said = [t for t, a in zip(rollout.tokens, rollout.is_action, strict=True) if not a][1:]
+        assert said == SAID * (len(said) // 3) and len(said) <= 6
+        turns += len(said) // 3
+        text = run.roles.tokenizer.decode(acted, skip_special_tokens=True)
+        assert rollout.rewards["total"] == sum(t in SAID for t in acted) + text.count("$")
+        for t, act in enumerate(rollout.is_action):
+            assert (rollout.logprobs[t] == rollout.logprobs[t]) == act  # NaN is not itself
+    assert turns > 10
+
+
+# ---- what a run tells ----
+
+def test_held_out_prompts_are_asked_the_same_every_time(tmp_path: Path) -> None:
+    job, _ = ran(tmp_path, steps=4, optimizer={"lr": 0.0},
+                 eval={"every": 2, "prompts": 8, "samples": 2})
+    rows = told(job, "eval")
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert len({row["reward"] for row in rows}) == 1 and rows[0]["prompts"] == 8
+
+
+def test_evaluations_change_nothing(tmp_path: Path) -> None:
+    _, plain = ran(tmp_path, steps=3)
+    _, other = ran(tmp_path, steps=3, eval={"every": 1, "prompts": 4},
+                   output=str(tmp_path / "other"))
+    for name in ("reward", "loss", "grad_norm"):
+        assert [row[name] for row in plain] == [row[name] for row in other]
+
+
+def test_some_rollouts_are_shown(tmp_path: Path) -> None:
+    job, rows = ran(tmp_path, steps=4, log={"every": 2, "samples": 3})
+    assert [row["step"] for row in rows] == [2, 4]
+    shown = [json.loads(line) for line in
+             (Path(job.output) / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in shown] == [2, 2, 2, 4, 4, 4]
+    assert all(row["prompt"] in "!\"#$" and "share" in row["rewards"] for row in shown)

@@ -1,0 +1,117 @@
+"""`kilter rl` as it is typed: what comes out, exit codes, its ranks, and being told to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kilter import cli
+from kilter.rl import launch
+from kilter.rl.gate import Disagreement
+from kilter.rl.loop import RLRun
+from kilter.train.launch import Exit
+from tests.rl.tiny_job import job_table, make_job, told
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    path = folder / "job.toml"
+    path.write_text("".join(f"{key} = {_toml(value)}\n"
+                            for key, value in job_table(folder, **changes).items()))
+    return path
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(v)}' for key, v in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(["rl", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_run_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, write_job(tmp_path), "steps=2", "export=true",
+                          "eval.prompts=3")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0] == "grpo on pp 1 · dp 1 · cp 1 · tp 1; 2 steps of 4 prompts x 4 samples."
+    assert lines[1].startswith("step 0/2  held-out reward ") and lines[1].endswith("3 prompts")
+    assert lines[2].startswith("step 1/2  reward 0.") and "rollout-trainer 0 " in lines[2]
+    assert lines[4].startswith("step 2/2  held-out reward ")
+    assert lines[5].startswith("Finished 2 steps") and lines[5].endswith("run/model.")
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    code, out, _ = said(capsys, tmp_path / "job.toml", "steps=3")
+    assert code == 0 and "Going on from the checkpoint of step 2." in out
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    (["rolout.prompts=1"], "rolout is not a setting; did you mean rollout?"),
+    (["steps=0"], "steps is 0 but must be at least 1"),
+    (["algorithm=foo"], "algorithm is 'foo' but must be one of ppo, grpo"),
+    (["rollout.tp=9"], "rollout.tp is 9"),
+    (["layout.tp=9"], "tp 9 is more than"),
+    (["layout.cp=2"], "layout.cp is 2"),
+    (["model.tokenizer=nowhere"], "nowhere is neither a path that exists nor"),
+    (["task.python=tests.rl.tiny_job:Nothing"], "Nothing"),
+    (["eval.prompts=99"], "eval.prompts is 99, but the held-out split has 64 prompts"),
+    (["algorithm=ppo"], "ppo has a critic; add [critic]"),
+    (["rollout.environment=tests.rl.tiny_job:nothing"], "nothing"),
+    (["update.token_budget=8", "rollout.max_tokens=12"], "raise the token budget")])
+def test_mistakes_are_one_sentence(settings: list[str], words: str, tmp_path: Path,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, write_job(tmp_path), *settings)
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert err.startswith("kilter: error: ") and err[-2:] in (".\n", "?\n")
+
+
+def test_a_disagreement_is_a_plain_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no reason to start again."""
+    def take_step(self: RLRun) -> None:
+        raise Disagreement("They disagree.")
+
+    monkeypatch.setattr(RLRun, "take_step", take_step)
+    assert launch.run(make_job(tmp_path)) == Exit(1, "They disagree.")
+
+
+def test_two_ranks_told_to_stop_and_going_on(tmp_path: Path) -> None:
+    """Through the launcher, in processes of its own: SIGTERM is a checkpoint after the present
+    step and exit code 0, and the same command goes on from there."""
+    changes: dict[str, Any] = {"steps": 500, "layout": {"dp": 2, "zero": 3},
+                               "placement": {"rollout": 1}}
+    job, path = make_job(tmp_path, **changes), write_job(tmp_path, **changes)
+    command = [sys.executable, "-m", "kilter", "rl", str(path)]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 120
+        metrics = Path(job.output) / "metrics.jsonl"
+        while time.monotonic() < end and process.poll() is None and not (
+                metrics.exists() and len(told(job)) >= 2):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    last = told(job)[-1]["step"]
+    assert process.returncode == 0, err
+    assert out.splitlines()[0].startswith("grpo on 3 ranks: actor on 2 (")
+    assert out.splitlines()[-1] == (
+        f"Stopped after step {last} of 500; the same command goes on from there.")
+    done = subprocess.run([*command, f"steps={last + 1}"], text=True, capture_output=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"Going on from the checkpoint of step {last}." in done.stdout
+    assert [row["step"] for row in told(job)] == list(range(1, last + 2))
+    assert all(row["gate"]["max"] == 0.0 for row in told(job))
