@@ -1,15 +1,16 @@
 """One iteration of GRPO on SmolLM2-135M beside TRL, in one run.
 
     python -m bench.rl --trl PYTHON [--repeats 3] [--threads 2]
-        [--prompts 4] [--samples 8] [--tokens 96] [--rows 8] [--no-docs]
+        [--prompts 2] [--samples 8] [--tokens 96] [--rows 8] [--no-docs]
 
 An iteration samples answers, judges them and takes one AdamW step on all of them, in fp32, with the
 same prompts, group size, reward, learning rate and size of micro-batches. All answers have exactly
 --tokens tokens: Kilter does not let the model's end token end an answer, TRL does not let it be
-sampled. Contenders run in processes of their own and take turns, one iteration at a time; seconds
-are medians over turns, ratios medians of the ratios turn by turn. Kilter is there three times: as
-it comes; with a pass for log-probabilities before learning (`update.gate = "pass"`), as a trainer
-needs that cannot rely on its sampler's; and with torch's own kernels (`model.exact = false`).
+sampled. Contenders run in processes of their own, about 4 GB each, and take turns, one iteration at
+a time; seconds are medians over turns, ratios medians of the ratios turn by turn. Kilter is there
+three times: as it comes; with a pass for log-probabilities before learning (`update.gate =
+"pass"`), as a trainer needs that cannot rely on its sampler's; and with torch's own kernels
+(`model.exact = false`).
 `--trl` is the interpreter of an environment that has trl; without it the run says so. Writes
 bench/results/rl.json and the section of docs/benchmarks.md.
 """
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +38,7 @@ from bench.peers.trl_turns import BETAS, CLIP, DECAY, EPS, EPSILON, LR, reward
 from bench.train import Contender
 from kilter.ops.cpu.library import set_num_threads
 from kilter.rl.algorithms import RecipeConfig
-from kilter.rl.config import RLJob, SamplingConfig, UpdateConfig
+from kilter.rl.config import Gate, RLJob, SamplingConfig, UpdateConfig
 from kilter.rl.launch import open_rl
 from kilter.rl.loop import RLRun
 from kilter.rl.prompts import Prompts
@@ -107,7 +108,7 @@ def make_job(folder: str, prompts: str, out: str, size: Size, exact: bool) -> RL
 
 
 def kilter(folder: str, prompts: str, size: Size, threads: int, exact: bool) -> None:
-    """The contender's own process: a line on stdin says where the gate is."""
+    """The contender's own process: a line on stdin says where the gate is, and which turn it is."""
     torch.set_num_threads(threads)
     set_num_threads(threads)
     said = sys.stdout
@@ -120,8 +121,9 @@ def kilter(folder: str, prompts: str, size: Size, threads: int, exact: bool) -> 
                               format="chat", seed=None)
         print("ready", file=said, flush=True)
         for line in sys.stdin:
-            gate: Any = line.strip()
-            run.job = replace(job, update=replace(job.update, gate=gate))
+            gate, number = line.split()
+            run.place = int(number) * size.prompts
+            run.job = replace(job, update=replace(job.update, gate=cast(Gate, gate)))
             print(json.dumps(turn(run, size.tokens)), file=said, flush=True)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=True)
 
@@ -156,15 +158,19 @@ class Taker(Contender):
         self.kinds = kinds
         self.found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
 
-    def turns(self, kept: bool) -> None:
-        """One of each kind."""
+    def turns(self, number: int) -> None:
+        """One of each kind. What the first take is not kept: it takes memory and compiles."""
         for kind, word in self.kinds.items():
-            answer = self._say(f"{word}\n")
+            try:
+                answer = self._say(f"{word} {number}\n")
+            except BrokenPipeError:
+                answer = ""
             if not answer:
-                raise RuntimeError(f"{self.name} ended in the middle of a turn.")
+                raise RuntimeError(f"{self.name} ended in the middle of its turns; what it said is "
+                                   "above, if it was not killed for want of memory.")
             facts = json.loads(answer)
             print(f"{kind}: {facts}", file=sys.stderr, flush=True)
-            if kept:
+            if number > 0:
                 self.found[kind].append(facts)
 
 
@@ -194,42 +200,41 @@ def ratio(found: dict[str, list[dict[str, float]]], over: str, under: str, part:
 
 
 def section(result: dict[str, Any]) -> str:
-    found, size = result["turns"], result["size"]
-    peaks = result["peak_bytes"]
-    answers = size["prompts"] * size["samples"] * size["tokens"]
-    names = [name for name in (OURS, PASS, STOCK, TRL) if name in found]
+    found, size, peaks = result["turns"], result["size"], result["peak_bytes"]
+    sampled = size["prompts"] * size["samples"] * size["tokens"]
+    every = statistics.median(facts["tokens"] for facts in found[OURS])
 
     def median(name: str, part: str) -> str:
         values = [facts[part] for facts in found[name] if part in facts]
         return f"{statistics.median(values):.2f}" if values else "none"
 
     lines = [f"{result['provenance']} SmolLM2-135M-Instruct, fp32, {size['prompts']} prompts x "
-             f"{size['samples']} samples x {size['tokens']} tokens in micro-batches of "
-             f"{size['rows']} sequences, {result['threads']} threads; {answers} tokens sampled and "
-             f"{found[OURS][-1]['tokens']:.0f} learned from or read in the last turn. Seconds, "
+             f"{size['samples']} samples x {size['tokens']} tokens, micro-batches of "
+             f"{size['rows']} sequences, {result['threads']} threads. An iteration samples "
+             f"{sampled} tokens; with the prompts of all samples there are {every:.0f}. Seconds, "
              f"medians of {len(found[OURS])} turns.", "",
              "| | weights | generate | judge | learn | iteration | processor | peak memory |",
              "|---|---|---|---|---|---|---|---|"]
-    for name in names:
-        peak = peaks.get(name)
-        lines.append(f"| {name} | " + " | ".join(median(name, part) for part in
-                                                 (*PARTS, "total", "processor"))
-                     + f" | {f'{peak / 2**30:.2f} GiB' if peak else 'as above'} |")
+    for name in (name for name in (OURS, PASS, STOCK, TRL) if name in found):
+        peak = f"{peaks[name] / 2**30:.2f} GiB" if name in peaks else "as above"
+        cells = [median(name, part) for part in (*PARTS, "total", "processor")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {peak} |")
     lines.append("")
     if TRL in found:
-        parts = ", ".join(f"{ratio(found, TRL, OURS, part):.2f}× in {what}" for part, what in
-                          (("generate", "generating"), ("learn", "learning")))
-        lines.append(f"Kilter takes {ratio(found, TRL, OURS, 'total'):.2f}× as many iterations as "
-                     f"TRL in the same time: {parts}.")
+        generating, learning, whole, processor = (
+            f"{ratio(found, TRL, OURS, part):.2f}×"
+            for part in ("generate", "learn", "total", "processor"))
+        lines.append(f"TRL takes {whole} as long as Kilter for an iteration, {generating} for "
+                     f"generating and {learning} for learning; {processor} of the processor's "
+                     "time.")
     else:
         lines.append("Absent in this run: TRL (--trl).")
-    gap = max(facts["gap"] for facts in found[STOCK])
-    lines.append(
-        f"An iteration with a pass for old log-probabilities takes "
-        f"{ratio(found, PASS, OURS, 'total'):.2f}× as long as one without. With torch's own "
-        f"kernels it takes {ratio(found, STOCK, OURS, 'total'):.2f}× as long, and rollout and "
-        f"trainer differ by up to {gap:.1g} nats; on the exact path by "
-        f"{max(facts['gap'] for facts in found[OURS]):g}.")
+    ours, gap = (max(facts["gap"] for facts in found[name]) for name in (OURS, STOCK))
+    lines.append(f"With a pass for log-probabilities before learning, Kilter takes "
+                 f"{ratio(found, PASS, OURS, 'total'):.2f}× as long as without. With torch's own "
+                 f"kernels it takes {ratio(found, STOCK, OURS, 'total'):.2f}× as long as on the "
+                 f"exact path, and rollout and trainer differ by up to {gap:.1g} nats; on the "
+                 f"exact path by {ours:g}.")
     return "\n".join(lines)
 
 
@@ -239,7 +244,7 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, metavar="PYTHON")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=4, help="of an iteration")
+    parser.add_argument("--prompts", type=int, default=2, help="of an iteration")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--rows", type=int, default=8, help="sequences of a micro-batch")
@@ -257,15 +262,18 @@ def main() -> None:
     folder = str(hf_folder(pull("smollm2-135m", after=write_tokenizer)))
     with tempfile.TemporaryDirectory() as place:
         prompts = str(Path(place) / "prompts.jsonl")
-        write_prompts(Path(prompts), args.prompts * 2 * (args.repeats + 2))
+        write_prompts(Path(prompts), args.prompts * (args.repeats + 2))
         every = takers(args, folder, prompts)
         for number in range(args.repeats + 1):
             for taker in every:
-                taker.turns(kept=number > 0)  # the first takes memory and compiles
+                taker.turns(number)
         peaks = {taker.name: taker.end() for taker in every}
+    turns = {kind: facts for taker in every for kind, facts in taker.found.items()}
+    for same in zip(*turns.values(), strict=True):
+        if len(counts := {facts["tokens"] for facts in same}) > 1:
+            raise AssertionError(f"Contenders had different tokens in one turn: {sorted(counts)}.")
     result = {"provenance": provenance(), "threads": args.threads, "size": vars(size),
-              "turns": {kind: turns for taker in every for kind, turns in taker.found.items()},
-              "peak_bytes": peaks, "absent": [] if args.trl else ["TRL (--trl)"]}
+              "turns": turns, "peak_bytes": peaks, "absent": [] if args.trl else ["TRL (--trl)"]}
     text = section(result)
     print(text)
     if not args.no_docs:

@@ -192,10 +192,6 @@ def serve_and_ask(model: Path, job: Any) -> None:
                     stop=list(job.rollout.stop) or None)
                 print(f"  {prompt} {said.choices[0].text.strip()}   "
                       f"(reference: {item.reference['answer']})", flush=True)
-            chat = client.chat.completions.create(
-                model=NAME, messages=[{"role": "user", "content": QUESTION}], temperature=0,
-                max_tokens=32)
-            print(f"  {QUESTION} {chat.choices[0].message.content}", flush=True)
     finally:
         _end(process)
 
@@ -312,13 +308,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def answers_page(rollouts: Sequence[Mapping[str, Any]], count: int = 5) -> str:
-    """Some answers of the first step and of the last."""
+def answers_page(rollouts: Sequence[Mapping[str, Any]], count: int = 6) -> str:
+    """The first answer to each of some prompts of the first step, and of the last."""
     parts = []
     for step in dict.fromkeys((rollouts[0]["step"], rollouts[-1]["step"])):
+        firsts: dict[str, Mapping[str, Any]] = {}
+        for rollout in rollouts:
+            if rollout["step"] == step:
+                firsts.setdefault(rollout["id"].rpartition("/")[0], rollout)
         parts.append(f"Answers of step {step}, and their rewards")
-        shown = [r for r in rollouts if r["step"] == step][:count]
-        parts += [f"  {r['rewards']['total']:.2f}  {r['prompt']}{r['answer']!r}" for r in shown]
+        parts += [f"  {r['rewards']['total']:.2f}  {r['prompt']}{r['answer']!r}"
+                  for r in list(firsts.values())[:count]]
     return "\n".join(parts)
 
 
@@ -339,7 +339,8 @@ def summary_page(lines: Sequence[Mapping[str, Any]]) -> str:
     gates = [line["gate"] for line in steps if "gate" in line]
     tokens = sum(gate["tokens"] for gate in gates)
     worst = max((gate["max"] for gate in gates), default=math.nan)
-    parts = [f"Seconds of {len(steps)} steps, by phase",
+    parts = [f"Seconds of {len(steps)} steps, by phase (learn holds forward, backward, reduce and "
+             "optimizer)",
              table([(name, f"{value:.1f}") for name, value in seconds.items()])]
     if rows:
         parts += ["", "What the first rank sent in these steps, by axis of the mesh",

@@ -28,7 +28,6 @@ from tests.ranks import RankPool
 from tests.serve.tiny_tokenizer import save_byte_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     tiny.make("llama-smollm2-like", path)  # 3 KV heads
     save_byte_tokenizer(path, 131)
-    config = path / "tokenizer_config.json"
-    told = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps({**told, "chat_template": TEMPLATE}), encoding="utf-8")
     return path
 
 
@@ -160,7 +156,6 @@ def test_a_tiny_model_lives_from_training_to_an_answer(demo: dict[str, Any], fol
     assert "step 2/2" in said and "Answers of step 2" in said
     assert "is served at http://127.0.0.1:" in said
     assert len(re.findall(r"arithmetic problem: .*\(reference: -?\d+\)", said)) == 6
-    assert said.count(demo["QUESTION"]) == 1
     assert demo["can_resume"](job, output)
     assert not demo["can_resume"](read_job(RLJob, EXAMPLES / "demo.toml", [*changes, "seed=1"]),
                                   output)

@@ -29,8 +29,23 @@ class Dead(RuntimeError):
 
 
 class LocalRank(RolloutRank):
-    def __init__(self) -> None:
+    """Takes ``slow`` seconds more for every step of its engine."""
+
+    def __init__(self, slow: float) -> None:
         super().__init__(Place(os.getcwd(), "cpu", 1))
+        self._slow = slow
+
+    def start(self, *args: Any) -> None:
+        super().start(*args)
+        engine = self._engine.engine
+        assert engine is not None
+        step = engine.step
+
+        def slowly() -> Any:
+            time.sleep(self._slow)
+            return step()
+
+        engine.step = slowly  # type: ignore[method-assign]
 
     def _threads(self) -> None:
         pass
@@ -42,9 +57,9 @@ class LocalRank(RolloutRank):
 class LocalReplica:
     """A replica of one rank that dies in its samplings number ``dies``, after the work."""
 
-    def __init__(self, job: RLJob, dies: frozenset[int] = frozenset()) -> None:
+    def __init__(self, job: RLJob, dies: frozenset[int] = frozenset(), slow: float = 0.0) -> None:
         self._job, self._dies, self._dead = job, dies, False
-        self._rank, self._thread = LocalRank(), ThreadPoolExecutor(1)
+        self._rank, self._thread = LocalRank(slow), ThreadPoolExecutor(1)
 
     def start(self, done: Callable[..., None]) -> None:
         self._call(done, self._rank.start, self._job, 0, None)
@@ -109,12 +124,13 @@ class Seen:
 
 
 def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (), pause: float = 0.0,
-              stop_after: int | None = None, apart: bool = True) -> Seen:
+              slow: float = 0.0, stop_after: int | None = None, apart: bool = True) -> Seen:
     """A run with its trainer in this process.
 
     Args:
         deaths: samplings that the first, second, ... replica that is made dies in.
         pause: seconds more that the trainer learns in every step.
+        slow: seconds more that each step of a replica's engine takes.
         stop_after: a step after which it is told to stop.
         apart: whether rollouts are on replicas; else the ordinary synchronous run.
     """
@@ -137,7 +153,7 @@ def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (), pause: float
 
     with ExitStack() as closing:
         if apart:
-            rollouts = Rollouts(job, lambda _: LocalReplica(job, next(made, frozenset())),
+            rollouts = Rollouts(job, lambda _: LocalReplica(job, next(made, frozenset()), slow),
                                 job.placement.rollout)
             closing.callback(rollouts.close)
             roles: Roles = DistantRoles(job, inputs, "cpu", None, rollouts, copy.deepcopy, deliver)

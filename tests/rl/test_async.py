@@ -81,7 +81,7 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
                                                       (4, "continue")])
 def test_no_token_is_older_than_allowed(tmp_path: Path, staleness: int, in_flight: str) -> None:
     seen = run_local(job_of(tmp_path, staleness, 2, steps=8, placement={"in_flight": in_flight},
-                            rollout={"max_tokens": 16}), pause=0.05)
+                            rollout={"max_tokens": 16}), pause=0.03, slow=0.01)
     assert seen.groups == list(range(8 * 4))
     assert all(0 <= age <= staleness for ages in seen.ages for age in ages)
     assert max(age for ages in seen.ages for age in ages) >= 1  # or this would prove nothing
@@ -92,10 +92,10 @@ def test_no_token_is_older_than_allowed(tmp_path: Path, staleness: int, in_fligh
         assert told["gate"]["skipped"] == sum(age > 0 for age in ages)
     assert max(told["rollouts"]["overlap"] for told in seen.told) > 0.0
     assert seen.told[-1]["rollouts"]["ahead"] == 0  # nothing is begun for steps that never come
-    if in_flight == "restart":  # an answer is of one version then
-        for experience in seen.experiences:
-            for rollout in experience.to_rollouts():
-                assert len({v for v in rollout.versions if v >= 0}) == 1
+    assert sum(told["rollouts"]["interrupted"] for told in seen.told) > 0
+    kinds = {len({v for v in rollout.versions if v >= 0}) for experience in seen.experiences
+             for rollout in experience.to_rollouts()}
+    assert (kinds == {1}) if in_flight == "restart" else (max(kinds) > 1)
 
 
 def test_a_hand_out_that_is_too_eager_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch

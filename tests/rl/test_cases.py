@@ -1,5 +1,5 @@
-"""Symptoms that users of such software reported, where no other file of this folder has them: several
-end tokens, and memory over many rollouts."""
+"""Symptoms that users of such software reported, where no other file of this folder has them:
+several end tokens, memory over many rollouts, borders of epochs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def outcome(made: TrainJob) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("kind", "layouts"), [
-    (DORA, [layout(dp=2, zero=3, replicate=2), layout("zb-v", pp=2, tp=2, dp=2, zero=3)]),
+    (DORA, [layout(dp=2, zero=3, replicate=2), layout("zb-v", pp=2, tp=2)]),
     (LORA | FULL, [layout("zb-h1", pp=2, dp=2, zero=2), layout("interleaved", pp=2, cp=2)]),
     (BF16, [layout("dualpipe-v", pp=2, cp=2, context={"method": "all_gather"})]),
     (MUON, [layout("1f1b", pp=2, dp=2, zero=3), layout(cp=2, zero=2)]),
