@@ -159,10 +159,11 @@ class Taker(Contender):
         self.found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
 
     def turns(self, number: int) -> None:
-        """One of each kind. What the first take is not kept: it takes memory and compiles."""
-        for kind, word in self.kinds.items():
+        """One of each kind, every other time in the other order. What the first take is not kept:
+        it takes memory and compiles."""
+        for kind in sorted(self.kinds, reverse=number % 2 == 1):
             try:
-                answer = self._say(f"{word} {number}\n")
+                answer = self._say(f"{self.kinds[kind]} {number}\n")
             except BrokenPipeError:
                 answer = ""
             if not answer:

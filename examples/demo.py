@@ -334,7 +334,7 @@ def summary_page(lines: Sequence[Mapping[str, Any]]) -> str:
     evals = [line for line in lines if line["kind"] == "eval"]
     seconds = total(line["seconds"] for line in steps)
     rows = [(axis, operation, f"{sent['calls']:,}", f"{sent['bytes']:,}", size(sent["bytes"]))
-            for axis, operation, sent in traffic(steps)]
+            for axis, operation, sent in traffic(steps) if sent["bytes"]]
     moved = sum(line["sent"]["bytes"] for line in steps if "sent" in line)
     gates = [line["gate"] for line in steps if "gate" in line]
     tokens = sum(gate["tokens"] for gate in gates)

@@ -13,7 +13,8 @@ from kilter.parallel.data import Held
 
 
 @torch.no_grad()
-def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0) -> float:
+def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0,
+                  device: torch.device | str = "cpu") -> float:
     """Norm of the whole model's gradient, the same number on every rank.
 
     Every element counts once: of ranks that hold the same one, its owner counts it. One all-reduce
@@ -21,10 +22,11 @@ def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0) -> floa
 
     Args:
         order: p of the p-norm, ``inf`` too.
+        device: of the model; a rank may hold nothing that is trained.
     """
     parts = [part for h in held if h.tensor.grad is not None
              for _, own, part in h.shard.parts(h.tensor.grad) if own and part.numel()]
-    device = held[0].tensor.device if held else torch.device("cpu")
+    device = held[0].tensor.device if held else device
     total = torch.zeros((), dtype=torch.float64, device=device)
     if math.isinf(order):
         for part in parts:

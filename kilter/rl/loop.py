@@ -126,14 +126,17 @@ class RLRun:
         roles, monitor, version = self.roles, self.monitor, self.step
         with monitor.phase("weights"):
             sent = roles.send_weights(version)
-        experience, rounds = self.sample(version)
-        return self.learn(experience, version, sent, rounds)
+        experience, sampled = self.sample(version)
+        told, shown = self.learn(experience, version, sent)
+        return {**told, **sampled}, shown
 
-    def sample(self, step: int) -> tuple[Experience, int]:
-        """A step's experience with rewards, and how many rounds of prompts it took."""
+    def sample(self, step: int) -> tuple[Experience, dict[str, float]]:
+        """A step's experience with rewards; and of all that was sampled for it, kept or not, the
+        mean reward and how many rounds of prompts it took."""
         job, recipe = self.job, self.recipe
         kept: list[Experience] = []
-        groups = rounds = 0
+        groups = rounds = sequences = 0
+        total = 0.0
         while rounds < (recipe.dynamic_rounds if recipe.dynamic else 1):
             rounds += 1
             missing = job.rollout.prompts - groups
@@ -144,8 +147,10 @@ class RLRun:
                                              partial(self._following, self.place))
             with self.monitor.phase("judge"):
                 found = self.roles.judge(Experience.of(rollouts))
+            total += float(found.rewards[TOTAL].double().sum())
+            sequences += found.num_seqs
             if not recipe.dynamic:
-                return found, rounds
+                break
             telling_S = informative(reward_S=self._rewards(found), group_S=found.group_S,
                                     valid_S=found.complete_S)
             if bool(telling_S.any()):
@@ -153,12 +158,13 @@ class RLRun:
                 groups += len(kept[-1].group_S.unique())
             if groups == job.rollout.prompts:
                 break
-        return (Experience.concat(kept) if kept else found), rounds
+        return (Experience.concat(kept) if kept else found), {
+            "reward": total / sequences, "rounds": rounds}
 
     def _following(self, place: int, i: int) -> Question:
         return self.prompts.at(place + i)
 
-    def learn(self, experience: Experience, version: int, sent: RolloutWeights | None, rounds: int
+    def learn(self, experience: Experience, version: int, sent: RolloutWeights | None
               ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Learns from a step's experience.
 
@@ -186,7 +192,7 @@ class RLRun:
         told |= self._descend(lesson, reward_S, factor, version)
         self._tell_kl(told, experience, lesson)
         told |= roles.told()
-        told |= {"lr": job.optimizer.lr * factor, "rounds": rounds}
+        told |= {"lr": job.optimizer.lr * factor}
         if sent is not None:
             told["sent"] = {"bytes": sum(sent.received_bytes), "seconds": sent.seconds,
                             "changed": sent.changed, "tensors": sent.tensors,

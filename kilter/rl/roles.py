@@ -115,14 +115,23 @@ class Roles:
         self._environment = environment_of(job.rollout.environment, tokenizer)
         self._movers: Axis | None = None  # ranks between which weights move, if this is one
         self._adapters: Plan | None = None
+        self._version: int | None = None  # that the rollout has
+        self._report: RolloutWeights | None = None
         self._sync = self._make_sync()
 
     # ---- weights ----
 
     def send_weights(self, version: int) -> RolloutWeights | None:
-        """The actor's weights to the rollout's ranks; what that was, everywhere."""
+        """The actor's weights to the rollout's ranks, unless this version is there already; what
+        that was, everywhere."""
+        if version != self._version:
+            report = self._send(version)
+            self._version, self._report = version, self._tell("actor", lambda: report)
+        return self._report
+
+    def _send(self, version: int) -> RolloutWeights | None:
         if self._sync is None:
-            return self._tell("actor", lambda: None)
+            return None
         local = {} if self.policy is None else self.policy.spread.local
         tensors = {name: (parameter.detach(), shard) for name, (parameter, shard) in local.items()}
         parts = self._sync.send(tensors, version)
@@ -135,7 +144,7 @@ class Roles:
         if self._adapters is not None and self._movers is not None:
             # From the second time on only what has been trained.
             self._sync, self._adapters = WeightSync(self._adapters, self._movers), None
-        return self._tell("actor", lambda: report)
+        return report
 
     # ---- sampling and judging ----
 
@@ -391,13 +400,12 @@ def environment_of(path: str | None, tokenizer: Tokenizer) -> Environment | None
 def weights_checksum(spread: Spread) -> str:
     """Of a spread model's weights, the same in every layout; collective."""
     mesh = spread.mesh
-    gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
     device = torch.device(mesh.device_type)
 
     def mine(name: str) -> Tensor:
         tensor, shard = spread.local.get(name, (None, None))
-        parts = [(box, part) for box, own, part in shard.parts(tensor) if own and gives
-                 and part.numel()] if shard is not None and tensor is not None else []
+        parts = [(box, part) for box, own, part in shard.parts(tensor) if own and part.numel()
+                 ] if shard is not None and tensor is not None else []
         return checksum(parts, torch.float32, device)
 
     sums = all_reduce_sum(torch.stack([mine(name) for name in spread.shards]), mesh.axis("world"))

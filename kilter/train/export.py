@@ -65,15 +65,13 @@ def whole_parameters(spread: Spread, dtype: torch.dtype = torch.float32
     """
     mesh = spread.mesh
     world = mesh.axis("world")
-    # With ZeRO 3 every rank has rows of its own; before, data-parallel ranks have the same ones.
-    gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
     for name, whole_shard in spread.shards.items():
         to = dtype if len(whole_shard.shape) > 1 else torch.float32
         mine: _Parts = []
         if name in spread.local:  # else another stage has it
             local, shard = spread.local[name]
             mine = [(box, part.detach().to("cpu", to).contiguous())
-                    for box, own, part in shard.parts(local) if gives and own and part.numel()]
+                    for box, own, part in shard.parts(local) if own and part.numel()]
         boxes: list[list[Box] | None] = [[box for box, _ in mine]]
         if world.size > 1:
             boxes = [None] * world.size

@@ -178,8 +178,6 @@ def merge(spec: ModelSpec, config: LoraConfig, tensors: Mapping[str, Tensor]) ->
 def _magnitudes(spread: Spread) -> dict[str, Tensor]:
     """The norms of the rows of the adapted weights, as they are used, by magnitudes' names."""
     mesh = spread.mesh
-    # With ZeRO 3 every rank has rows of its own; before, data-parallel ranks have the same ones.
-    gives = mesh.layout.zero == 3 or mesh.axis("dp_cp").index == 0
     found = adapters(spread.model)
     squares = []
     for path in found:
@@ -189,7 +187,7 @@ def _magnitudes(spread: Spread) -> dict[str, Tensor]:
         own_N = torch.zeros(shard.shape[0], dtype=torch.float64, device=local.device)
         used = through(linear.uses, local)
         for box, own, part in shard.parts(used):
-            if gives and own and part.numel():
+            if own and part.numel():
                 own_N[box.slices[0]] += torch.linalg.vector_norm(
                     part, dim=1, dtype=torch.float64).square()
         squares.append(own_N)

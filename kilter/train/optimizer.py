@@ -49,9 +49,11 @@ class OptimizerConfig:
         problems = []
         if self.name not in ("adamw", "muon"):
             problems.append(f"name is {self.name!r} but must be adamw or muon")
-        for name in ("lr", "muon_lr", "eps"):
-            if not getattr(self, name) > 0.0:
-                problems.append(f"{name} is {getattr(self, name)} but must be positive")
+        if not self.eps > 0.0:
+            problems.append(f"eps is {self.eps} but must be positive")
+        for name in ("lr", "muon_lr"):
+            if not getattr(self, name) >= 0.0:
+                problems.append(f"{name} is {getattr(self, name)} but cannot be negative")
         if len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas):
             problems.append(f"betas are {list(self.betas)} but must be two numbers from 0 to 1")
         if self.weight_decay < 0.0:

@@ -138,7 +138,7 @@ def update(spread: Spread, optimizer: Optimizer, own_loss: Tensor, *, factor: fl
         spread.finish()
         loss = float(_summed(own_loss.clone(), mesh.axis("pp_dp_cp")))
     with phase("optimizer"):
-        norm = gradient_norm(spread.held, mesh.axis("world"))
+        norm = gradient_norm(spread.held, mesh.axis("world"), device=mesh.device_type)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             message = _not_finite(spread, loss, norm, float(own_loss))
             spread.updated()  # drops the gradients
@@ -228,7 +228,8 @@ def _not_finite(spread: Spread, loss: float, norm: float, own_loss: float) -> st
         assert entry is not None
         rank, finite, names = entry
         if not finite or names:
-            grads = f"gradients of {', '.join(names)}" if names else "no gradient of its own"
-            said.append(f"rank {rank}: {'a finite loss' if finite else 'the loss'}, {grads}")
+            what = [] if finite else ["the loss"]
+            what += [f"the gradients of {', '.join(names)}"] if names else []
+            said.append(f"rank {rank}: {' and '.join(what)}")
     return (f"The loss is {loss} and the gradient norm {norm}; the step was not taken. Not finite: "
             f"{'; '.join(said) or 'only the sum over ranks'}.")

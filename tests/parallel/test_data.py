@@ -148,7 +148,7 @@ def most_whole_gradients(zero: int) -> tuple[int, int]:
         spread = spread_model(tiny(True), Layout(dp=2, zero=zero))
     finally:
         data.BUCKET_BYTES = 25 << 20
-    parallel = spread.data
+    parallel = spread.parts[0].data
     assert isinstance(parallel, ShardedStates)
     parameters = [p for p in spread.model.parameters()]
     most = 0

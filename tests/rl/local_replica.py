@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from kilter.rl.config import RLJob
 from kilter.rl.distributed.book import Group
 from kilter.rl.distributed.roles import DistantRoles, Parcels
@@ -125,7 +127,7 @@ class Seen:
 
 def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (), pause: float = 0.0,
               slow: float = 0.0, stop_after: int | None = None, apart: bool = True) -> Seen:
-    """A run with its trainer in this process.
+    """A run with its trainer in this process, or as the rank it is; replicas are with the first.
 
     Args:
         deaths: samplings that the first, second, ... replica that is made dies in.
@@ -148,20 +150,29 @@ def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (), pause: float
                 stop.set()
             return found
 
+    first = not dist.is_initialized() or dist.get_rank() == 0
+
     def deliver(version: int, parcels: Parcels) -> list[Parcels]:
-        return [parcels]
+        assert roles.policy is not None
+        axis = roles.policy.spread.mesh.axis("world")
+        every: list[Any] = [parcels] * axis.size
+        if axis.size > 1:
+            dist.all_gather_object(every, parcels, group=axis.members)
+        return every
 
     with ExitStack() as closing:
-        if apart:
+        rollouts = None
+        if apart and first:
             rollouts = Rollouts(job, lambda _: LocalReplica(job, next(made, frozenset()), slow),
                                 job.placement.rollout)
             closing.callback(rollouts.close)
+        if apart:
             roles: Roles = DistantRoles(job, inputs, "cpu", None, rollouts, copy.deepcopy, deliver)
         else:
             roles = Roles(job, inputs, "cpu")
         run = Run(job, inputs, roles, closing)
         seen.ending = run.go(stop)
-        assert roles.policy is not None
-        seen.state = {name: parameter.detach().clone()
-                      for name, (parameter, _) in roles.policy.spread.local.items()}
+        if roles.policy is not None:
+            seen.state = {name: parameter.detach().clone()
+                          for name, (parameter, _) in roles.policy.spread.local.items()}
     return seen

@@ -117,8 +117,8 @@ def test_prompts_that_tell_nothing_apart_are_replaced(tmp_path: Path) -> None:
                    rollout={"prompts": 3, "max_tokens": 6})
     with new_run(dump(job)) as run:
         run.roles.send_weights(0)
-        experience, rounds = run.sample(0)
-        assert rounds > 1 and run.place > 3
+        experience, sampled = run.sample(0)
+        assert sampled["rounds"] > 1 and run.place > 3
         assert 1 <= len(experience.group_S.unique()) <= 3
         for group in experience.group_S.unique():
             rewards = experience.rewards["total"][experience.group_S == group]

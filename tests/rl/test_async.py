@@ -77,6 +77,24 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
         assert all(told["rollouts"]["overlap"] == 0.0 for told in got.told)
 
 
+def _ppo(folder: Path, ray: bool, staleness: int) -> Seen:
+    placement = {"ray": ray, "rollout": 1, "critic": 1, "max_staleness": staleness}
+    job = make_job(folder, algorithm="ppo", layout={"dp": 2, "zero": 3}, placement=placement,
+                   critic={"optimizer": {"lr": 1e-2}})
+    return run_local(job, apart=ray, pause=0.02)
+
+
+def test_a_trainer_of_several_ranks_and_roles(ranks: RankPool, tmp_path: Path) -> None:
+    """The actor on two ranks, the critic on a third; the rollout in their world, or apart."""
+    want = ranks.run(4, _ppo, tmp_path / "sync", False, 0)
+    got = ranks.run(3, _ppo, tmp_path / "apart", True, 0)
+    for rank in range(2):
+        same(got[rank], want[rank])
+    for seen in ranks.run(3, _ppo, tmp_path / "late", True, 1):
+        assert seen.groups == list(range(4 * 4))
+        assert {age for ages in seen.ages for age in ages} == {0, 1}
+
+
 @pytest.mark.parametrize(("staleness", "in_flight"), [(1, "continue"), (1, "restart"),
                                                       (4, "continue")])
 def test_no_token_is_older_than_allowed(tmp_path: Path, staleness: int, in_flight: str) -> None:
@@ -220,8 +238,8 @@ def test_what_is_aside_goes_first() -> None:
     book.ask([question(0), question(1)], 0, PARAMS, lambda i: question(2 + i))
     book.back([finished(g) for g in book.give(2)])
     assert len(book.take() or []) == 4
-    book.ask([replace(question(0), prompt=Prompt([1], 0, "held-out-0", 1))], 0, PARAMS, None)
-    assert [g.id for g in book.give(3)] == ["held-out-0"]
+    book.ask([replace(question(0), prompt=Prompt([1], 9, "held-out-9", 1))], 0, PARAMS, None)
+    assert [g.id for g in book.give(3)] == ["held-out-9"]
     assert [g.id for g in book.give(3)] == ["p2", "p3"]
 
 

@@ -24,7 +24,7 @@ def test_every_end_token_is_learned_from(tmp_path: Path) -> None:
         experience, _ = run.sample(0)
         reward_S = run._rewards(experience)
         lesson = make_lesson(run.recipe, experience, reward_S, kl_beta=0.0)
-        found, _ = run.learn(experience, 0, None, 1)
+        found, _ = run.learn(experience, 0, None)
     seen = set()
     last_S = experience.cu_seqlens_S1[1:].long() - 1
     for s, finish in enumerate(experience.finish):

@@ -30,7 +30,7 @@ def two_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
     with new_run(job) as run:
         for _ in range(2):
             sent = run.roles.send_weights(run.step)
-            experience, rounds = run.sample(run.step)
+            experience, _ = run.sample(run.step)
             one: dict[str, Any] = {
                 "ids": experience.ids, "tokens": experience.tokens_T,
                 "rewards": experience.rewards["total"],
@@ -40,7 +40,7 @@ def two_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
                 one["reference"] = run.roles.reference_logprobs(experience).nan_to_num()
             if run.recipe.critic:
                 one["values"] = run.roles.values(experience)[0].nan_to_num()
-            learned, _ = run.learn(experience, run.step, sent, rounds)
+            learned, _ = run.learn(experience, run.step, sent)
             one |= {name: learned[name] for name in ("loss", "grad_norm", "gate")}
             if run.recipe.critic:
                 one["critic"] = learned["critic"]

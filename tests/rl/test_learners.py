@@ -229,8 +229,8 @@ def test_at_equal_weights_the_loss_is_minus_the_mean_advantage(tmp_path: Path) -
                        rollout={"max_tokens": 12})
         with new_run(dump(job)) as run:
             run.roles.send_weights(0)
-            experience, rounds = run.sample(0)
-            told, _ = run.learn(experience, 0, None, rounds)
+            experience, _ = run.sample(0)
+            told, _ = run.learn(experience, 0, None)
             lesson = make_lesson(job.made, experience, run._rewards(experience), kl_beta=0.0)
         if algorithm == "grpo":  # a mean over sequences, of advantages that are centred
             assert told["loss"] == pytest.approx(0.0, abs=1e-7)

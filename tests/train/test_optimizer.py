@@ -108,7 +108,7 @@ def norms_after(job: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("wrong", [
-    {"name": "sgd"}, {"lr": 0.0}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1.0},
+    {"name": "sgd"}, {"lr": -1e-3}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1.0},
     {"muon_momentum": 1.0}])
 def test_mistakes(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="optimizer cannot be so"):

@@ -43,7 +43,7 @@ def test_a_run_on_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     (["steps=0"], "steps is 0 but must be at least 1"),
     (["epochs=2"], "give either steps or epochs"),
     (["micro_batches=3", "layout.dp=2"], "2 data-parallel ranks cannot share"),
-    (["layout.pp=2"], "pipeline parallelism is not there yet"),
+    (["layout.pp=4"], "pp 4 asks for more stages than the model's 2 layers"),
     (["layout.tp=9"], "tp 9 is more than the 4 parts"),
     (["model.path=nowhere"], "A model needs either path"),
     (["model.tokenizer=nowhere"], "nowhere is neither a path that exists nor"),

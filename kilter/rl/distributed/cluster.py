@@ -61,8 +61,8 @@ def connected() -> Iterator[Any]:
 def _check_address(address: str) -> None:
     """Ray itself would try for minutes."""
     if "://" in address:
-        raise ValueError(f"RAY_ADDRESS is {address}, but the command has to be started on a machine "
-                         "of the cluster; do that, with the address host:port.")
+        raise ValueError(f"RAY_ADDRESS is {address}, but the command has to be started on a "
+                         "machine of the cluster; do that, with the address host:port.")
     host, colon, port = address.rpartition(":")
     if not colon:
         return  # "auto", say

@@ -44,22 +44,10 @@ class DistantRoles(Roles):
                  rollouts: Rollouts | None, put: Callable[[Any], Any],
                  deliver: Callable[[int, Parcels], list[Parcels] | None]) -> None:
         self._rollouts, self._put, self._deliver = rollouts, put, deliver
-        self._version: int | None = None
         self._sums: dict[str, int] = {}
-        self._report: RolloutWeights | None = None
         self._plan: Plan | None = None
         self._later: Plan | None = None  # from the second update on: what has been trained
         super().__init__(job, inputs, device_type, timeout)
-
-    def send_weights(self, version: int) -> RolloutWeights | None:
-        """Packs the actor's weights; replicas take them when they have interrupted what they do.
-        What that was, everywhere."""
-        if version != self._version:
-            if self.policy is not None:
-                self._report = self._packed(version)
-            self._report = self._tell("actor", lambda: self._report)
-            self._version = version
-        return self._report
 
     def sample(self, questions: Sequence[Question], step: int, params: SamplingParams,
                ahead: Callable[[int], Question] | None = None) -> list[Rollout]:
@@ -89,9 +77,11 @@ class DistantRoles(Roles):
         found: list[Rollout] = told[0]
         return found
 
-    def _packed(self, version: int) -> RolloutWeights:
+    def _send(self, version: int) -> RolloutWeights | None:
+        """Packs the actor's weights; replicas take them when they have interrupted what they do."""
         start = time.perf_counter()
-        assert self.policy is not None and self._plan is not None
+        if self.policy is None or self._plan is None:
+            return None
         plan, parts = self._plan, self.job.rollout.tp
         axis = self.policy.spread.mesh.axis("world")
         local = {name: (parameter.detach(), shard)

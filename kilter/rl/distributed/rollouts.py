@@ -208,12 +208,9 @@ class Rollouts:
 
     def _tell(self, slot: _Slot, call: Callable[[Callable[..., None]], None],
               then: Callable[..., None], *more: Any) -> None:
-        """Calls a replica; what comes of it is an event."""
-        worker = slot.worker
+        """Calls a replica, which has one call at a time; what comes of it is an event."""
 
         def event(result: Any, error: BaseException | None) -> None:
-            if slot.worker is not worker:
-                return  # of one that has been replaced
             if error is not None:
                 self._fail(slot, error)
             else:
