@@ -40,5 +40,5 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "Adding the tools for tests to $(VENV)"
-	@$(PIP) install -c constraints.txt -e '.[structured,data,tensorboard,rl,dev]'
+	@$(PIP) install -c constraints.txt -e '.[structured,data,tensorboard,rl,ray,dev]'
 	@touch $@

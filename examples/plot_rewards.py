@@ -88,9 +88,9 @@ def draw(curves: Mapping[str, tuple[Points, Points]], title: str = "Held-out rew
             told = escape(f"{name}, step {step:g}: {reward:.3f}")
             out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}">'
                        f"<title>{told}</title></circle>")
-        y = TOP + 14 + 18 * i
-        out.append(f'<path class="line" stroke="{colour}" d="M{LEFT + 12} {y - 4}h22"/>'
-                   f'<text x="{LEFT + 40}" y="{y}">{escape(name)}</text>')
+        key = TOP + 14 + 18 * i
+        out.append(f'<path class="line" stroke="{colour}" d="M{LEFT + 12} {key - 4}h22"/>'
+                   f'<text x="{LEFT + 40}" y="{key}">{escape(name)}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

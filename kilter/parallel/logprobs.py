@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_gather_rows, all_reduce_sum
@@ -85,7 +86,12 @@ class TokenLogprobs(nn.Module):
             counts_T = torch.where(kept_T, counts_T, 0.0)
         if self._tensor.size > 1:
             x_TD = whole_rows(x_TD, self._tensor, self._sequence)
-        elif counts_T is not None:
+        # With the vocabulary spread, what ranks send is not to depend on which labels there are.
+        place_N = _places(kept_T) if self._tensor.size == 1 else None
+        if place_N is not None:
+            x_TD, targets_T = x_TD.index_select(0, place_N), targets_T[place_N]
+            counts_T = None if counts_T is None else counts_T[place_N]
+        if self._tensor.size == 1 and counts_T is not None:
             return decoder.ops.head_loss(x_TD, weight, targets_T, counts_T,
                                          temperature=temperature)[0]
         vocab, axis = decoder.spec.vocab_size, self._tensor
@@ -94,6 +100,10 @@ class TokenLogprobs(nn.Module):
             x_TD, weight, targets_T, first, vocab, axis, decoder.ops, temperature, with_entropy)
         if counts_T is not None:
             return -(counts_T * logprobs_T).sum(dtype=torch.float64).float()
+        if place_N is not None:
+            logprobs_T, entropy_T = (
+                values_N.new_zeros(kept_T.shape).index_copy(0, place_N, values_N)
+                if len(values_N) else values_N for values_N in (logprobs_T, entropy_T))
         logprobs_T = torch.where(kept_T, logprobs_T, 0.0)
         return (logprobs_T, torch.where(kept_T, entropy_T, 0.0)) if with_entropy else logprobs_T
 
@@ -151,6 +161,15 @@ class _Logprobs(torch.autograd.Function):
             dx_TD[block] = d_TV @ weight_VD
             dw_VD.addmm_(d_TV.t(), x_TD[block])
         return dx_TD, dw_VD, *[None] * 7
+
+
+def _places(kept_T: Tensor) -> Tensor | None:
+    """int64 [N]: the rows that have a label, which are the only ones whose logits are needed; None
+    where that would spare nothing, or where a trace without data cannot tell."""
+    if kept_T.is_meta or isinstance(kept_T, FakeTensor):
+        return None
+    place_N = kept_T.nonzero()[:, 0]
+    return place_N if 0 < len(place_N) < len(kept_T) else None
 
 
 def _blocks(tokens: int, with_entropy: bool) -> list[slice]:

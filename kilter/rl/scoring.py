@@ -8,6 +8,8 @@ token, for looking and for learning.
         batch, targets_T = local_rows(spread, part, device)
         part.at_actions(forward(batch, targets_T, temperature=0.7))    # of part.experience's tokens
 
+Samples of one prompt come together, and their prompt is computed once (`kilter.rl.sharing`).
+
 Every rank has the whole experience. Each data-parallel rank takes every so-manieth micro-batch, and
 what they compute comes back to every rank, so that what follows (advantages, losses' weights) is
 the same arithmetic everywhere. Packing changes no bits on the exact path; how many tokens a
@@ -28,6 +30,7 @@ from kilter.comm.collectives import all_reduce_max, all_reduce_sum
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
 from kilter.rl.experience import IGNORE, Experience
+from kilter.rl.sharing import Shared, shared_lengths
 from kilter.train.step import local_rows
 
 # Of a forward, and what it is to compute with its targets, the values [T] of its rows, or several.
@@ -43,10 +46,12 @@ class MicroBatch:
         sequences: their indices in the whole experience, ascending.
         experience: these sequences; None of a blank, one token that nothing is learned from, which
             keeps ranks in step that have fewer micro-batches than others.
+        shared: which of its tokens have a row together; None: each has its own.
     """
 
     sequences: tuple[int, ...]
     experience: Experience | None
+    shared: Shared | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,34 +65,49 @@ class MicroBatch:
     @property
     def targets_T(self) -> Tensor:
         """int64, on the CPU: at each row the next token where it is an action, else `IGNORE`."""
-        return torch.tensor([IGNORE]) if self.experience is None else self.experience.targets()
+        if self.experience is None:
+            return torch.tensor([IGNORE])
+        targets_T = self.experience.targets()
+        return targets_T if self.shared is None else targets_T[self.shared.token_U]
 
     def batch(self, device: torch.device | str = "cpu") -> Batch:
         if self.experience is None:
             return Batch.of([[0]], device)
+        if self.shared is not None:
+            return self.shared.batch(self.experience, device)
         parts = self.experience.tokens_T.split(self.experience.lengths.tolist())
         return Batch.of([part.tolist() for part in parts], device)
 
+    def at_tokens(self, row_values_T: Tensor) -> Tensor:
+        """[num_tokens]: of each token what its row of the batch has (what follows as padding is
+        left out). Gradients pass."""
+        if self.shared is None:
+            return row_values_T[:self.num_tokens]
+        return row_values_T.index_select(0, self.shared.row_T.to(row_values_T.device))
+
     def at_actions(self, row_values_T: Tensor) -> Tensor:
-        """From values of the batch's rows (what follows as padding is left out) to those of its
-        tokens: float, at each action what the row before it has, NaN elsewhere. Gradients pass."""
-        own_T = row_values_T[:self.num_tokens]
+        """From values of the batch's rows to those of its tokens: float, at each action what the
+        row before it has, NaN elsewhere. Gradients pass."""
+        own_T = self.at_tokens(row_values_T)
         if self.experience is None:
             return own_T * torch.nan
         is_action_T = self.experience.is_action_T.to(own_T.device)
         return torch.where(is_action_T, self.experience.at_actions(own_T), torch.nan)
 
 
-def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 1
-                  ) -> list[MicroBatch]:
+def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 1,
+                  share: int = 0) -> list[MicroBatch]:
     """All sequences, each whole in one micro-batch; the same for the same lengths, always.
 
-    Long sequences go first, each into the first micro-batch that has room (first-fit decreasing).
+    Long sequences go first, each into the first micro-batch that has room (first-fit decreasing);
+    where they share rows, group after group.
 
     Args:
-        token_budget: tokens of a micro-batch at most.
+        token_budget: rows of a micro-batch at most.
         at_least: as many micro-batches; full ones are then halved, and where there are fewer
             sequences the rest is blank. For ranks that have to run equally many.
+        share: what sequences of a group begin with alike is one row, and the number of a
+            micro-batch's rows a multiple of this; 0: every token has a row.
 
     Raises:
         ValueError: for a sequence that is longer than the budget.
@@ -98,21 +118,33 @@ def micro_batches(experience: Experience, token_budget: int, *, at_least: int = 
         raise ValueError(f"Sequence {experience.ids[longest]!r} has {lengths[longest]} tokens, "
                          f"which no micro-batch of {token_budget} can hold; a sequence is never "
                          "split, so raise the token budget or make shorter rollouts.")
+    prefix, groups = [0] * len(lengths), [0] * len(lengths)
+    if share:
+        prefix, groups = shared_lengths(experience), experience.group_S.tolist()
     bins: list[list[int]] = []
     free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((b for b, room in enumerate(free) if room >= lengths[index]), len(bins))
+    there: list[set[int]] = []  # the groups of each
+
+    def rows(index: int, b: int) -> int:
+        return lengths[index] - (prefix[index] if groups[index] in there[b] else 0)
+
+    for index in sorted(range(len(lengths)), key=lambda i: (groups[i], -lengths[i], i)):
+        place = next((b for b, room in enumerate(free) if room >= rows(index, b)), len(bins))
         if place == len(bins):
             bins.append([])
             free.append(token_budget)
+            there.append(set())
         bins[place].append(index)
-        free[place] -= lengths[index]
+        free[place] -= rows(index, place)
+        there[place].add(groups[index])
     while len(bins) < min(at_least, len(lengths)):
         fullest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
         bins.remove(fullest)
         bins += [fullest[::2], fullest[1::2]]
-    found = [MicroBatch(tuple(chosen), experience.select(chosen))
-             for chosen in sorted(sorted(b) for b in bins)]
+    found = []
+    for chosen in sorted(sorted(b) for b in bins):
+        part = experience.select(chosen)
+        found.append(MicroBatch(tuple(chosen), part, Shared.of(part, share) if share else None))
     return found + [MicroBatch((), None)] * (at_least - len(found))
 
 
@@ -135,12 +167,14 @@ def deal(spread: Spread, experience: Experience, token_budget: int, *, own: bool
                          "the rows of a sequence are then on several ranks; set cp to 1.")
     dp = mesh.axis("dp")
     turns, first = (1, 0) if own else (dp.size, dp.index)
-    count = -(-len(micro_batches(experience, token_budget)) // turns)
+    share = mesh.layout.tp if mesh.layout.sequence_parallel else 1
+    count = -(-len(micro_batches(experience, token_budget, share=share)) // turns)
     if own:
         count = int(all_reduce_max(torch.tensor([count], device=mesh.device_type), dp))
     if spread.pipeline is not None:
         count = _allowed(spread, count)
-    return micro_batches(experience, token_budget, at_least=count * turns)[first::turns]
+    parts = micro_batches(experience, token_budget, at_least=count * turns, share=share)
+    return parts[first::turns]
 
 
 @torch.no_grad()
@@ -162,7 +196,7 @@ def together(axis: Axis, experience: Experience, mine: Sequence[MicroBatch],
     whole_T = torch.zeros(experience.num_tokens, dtype=torch.float64)
     for part, rows_T in zip(mine, found, strict=True):
         if part.experience is not None and rows_T is not None:
-            whole_T[places(experience, part)] = rows_T[:part.num_tokens].detach().double().cpu()
+            whole_T[places(experience, part)] = part.at_tokens(rows_T).detach().double().cpu()
     return all_reduce_sum(whole_T, axis).float()
 
 
