@@ -1,5 +1,5 @@
-# Every target sets up .venv by itself: .venv/.ready holds what Kilter needs to run,
-# .venv/.ready-dev adds what tests, lint and benchmarks need. Both are made again when
+# Every target sets up .venv by itself: .venv/.ready holds what Kilter needs to run, .venv/.ready-demo
+# adds what the demo needs, .venv/.ready-dev what tests, lint and benchmarks need. All are made again when
 # pyproject.toml or constraints.txt change; when nothing changed they cost nothing.
 
 PYTHON ?= python3
@@ -9,11 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: demo test lint bench clean
 
-demo: $(VENV)/.ready
-	@echo "$$ kilter pull smollm2-135m"
-	@$(BIN)/kilter pull smollm2-135m
-	@echo '$$ kilter chat smollm2-135m -p "What is the capital of France?"'
-	@$(BIN)/kilter chat smollm2-135m -p "What is the capital of France?"
+demo: $(VENV)/.ready-demo
+	@$(BIN)/python examples/demo.py
 
 test: lint
 	$(BIN)/python -m pytest
@@ -36,6 +33,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt torch
 	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.ready-demo: $(VENV)/.ready
+	@echo "Adding what the demo needs to $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -91,8 +91,8 @@ class UpdateConfig:
     Attributes:
         epochs: times it goes through all of it.
         minibatches: optimizer steps in each.
-        token_budget: tokens of a micro-batch; 0: as many as the longest prompt plus answer may
-            have.
+        token_budget: tokens of a micro-batch, of which one that samples share counts once; 0: 2048,
+            or the longest sequence if that is longer.
         max_norm: what the gradient's norm is clipped to; 0: not at all.
         gate: where rollout and trainer are compared, token by token: in the ``training`` forward
             of the first minibatch, which costs nothing; in a ``pass`` over all before it; ``off``.

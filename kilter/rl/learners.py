@@ -53,7 +53,7 @@ class Learner:
     """A model that an optimizer steps.
 
     Attributes:
-        token_budget: tokens of a micro-batch.
+        token_budget: tokens of a micro-batch; 0: see `kilter.rl.scoring.deal`.
         max_norm: what the gradient's norm is clipped to; None: not at all.
     """
 

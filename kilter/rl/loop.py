@@ -338,9 +338,13 @@ class RLRun:
                                   count=experience.num_seqs)
 
     def _shown(self, experience: Experience, lesson: Lesson) -> list[dict[str, Any]]:
-        """The first rollouts as text; the rest would not be written."""
+        """As many rollouts as text as are written: of different prompts, as far as there are."""
         shown = []
-        for s, rollout in enumerate(experience.to_rollouts()[:self.job.log.samples]):
+        rollouts = experience.to_rollouts()
+        groups = experience.group_S.tolist()
+        turn = [groups[:s].count(groups[s]) for s in range(len(groups))]
+        for s in sorted(range(len(groups)), key=lambda s: (turn[s], s))[:self.job.log.samples]:
+            rollout = rollouts[s]
             where = experience.sequence_T == s
             shown.append({
                 "id": rollout.id, "finish": rollout.finish, "rewards": dict(rollout.rewards),

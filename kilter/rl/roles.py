@@ -220,7 +220,7 @@ class Roles:
 
     @property
     def _budget(self) -> int:
-        return self.job.update.token_budget or self.context
+        return self.job.update.token_budget
 
     def _ranks(self, role: str) -> range:
         return self.job.placement.ranks_of(role, self.job.layout.world)

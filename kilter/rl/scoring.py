@@ -33,6 +33,8 @@ from kilter.rl.experience import IGNORE, Experience
 from kilter.rl.sharing import Shared, shared_lengths
 from kilter.train.step import local_rows
 
+ROWS = 2048  # of a micro-batch, where a run does not say
+
 # Of a forward, and what it is to compute with its targets, the values [T] of its rows, or several.
 Rows = Callable[[Callable[..., Any], Batch, Tensor], Any]
 
@@ -154,6 +156,7 @@ def deal(spread: Spread, experience: Experience, token_budget: int, *, own: bool
     backward of sharded parameters is everybody's, and as many as a pipeline's schedule can take.
 
     Args:
+        token_budget: as of `micro_batches`; 0: ``ROWS``, or the longest sequence if that is longer.
         own: the experience is this data-parallel rank's own, and others have others; else all have
             the same and each takes a part.
 
@@ -168,6 +171,7 @@ def deal(spread: Spread, experience: Experience, token_budget: int, *, own: bool
     dp = mesh.axis("dp")
     turns, first = (1, 0) if own else (dp.size, dp.index)
     share = mesh.layout.tp if mesh.layout.sequence_parallel else 1
+    token_budget = token_budget or max(ROWS, int(experience.lengths.max()))
     count = -(-len(micro_batches(experience, token_budget, share=share)) // turns)
     if own:
         count = int(all_reduce_max(torch.tensor([count], device=mesh.device_type), dp))
