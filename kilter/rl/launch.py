@@ -14,6 +14,7 @@ from kilter.rl.gate import Disagreement
 from kilter.rl.loop import FREE, RLRun
 from kilter.rl.prompts import Prompts
 from kilter.rl.rewards.config import resolve
+from kilter.rl.rewards.score import Unavailable
 from kilter.rl.roles import RLInputs, Roles
 from kilter.rl.tasks import build_task
 from kilter.train import elastic
@@ -63,6 +64,10 @@ def open_rl(job: RLJob) -> RLInputs:
 
     critic = model_of(None if job.critic is None else job.critic.path)
     reward = model_of(None if job.reward_model is None else job.reward_model.path)
+    if reward is not None and not reward.is_reward:
+        raise ValueError(f"reward_model.path is {reward.path}, which is a language model and has "
+                         "no verdict to give; name a reward model (kilter train with kind = "
+                         '"reward" makes one).')
     reference = None
     if job.reference is not None and job.reference.path is not None:
         reference = open_model(find_model(job.reference.path))
@@ -90,7 +95,7 @@ def _work(job: RLJob, inputs: RLInputs, device: str, timeout: timedelta | None) 
 
 
 RL = Program("kilter.rl.launch", RLJob, lambda job: job.placement.world(job.layout.world), open_rl,
-             _work, (NotFinite, Disagreement))
+             _work, (NotFinite, Disagreement, Unavailable))
 
 if __name__ == "__main__":
     elastic.main(RL, *sys.argv[1:])

@@ -40,12 +40,21 @@ class Prompts:
         self._format, self._seed, self._name = format, seed, name
 
     def at(self, place: int) -> Question:
-        """Raises ValueError for messages that the format cannot take."""
+        """Raises ValueError for a task that fails, and messages that the format cannot take."""
         epoch, index = divmod(place, len(self._task))
         if self._seed is not None:
             order = Permutation(len(self._task), self._seed, "prompts", epoch)
             index = int(order(np.array([index]))[0])
-        item = self._task[index]
+        try:
+            item = self._task[index]
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"The task failed at prompt {index}: {type(error).__name__}: {error}"
+                             ) from error
+        if not isinstance(item, TaskItem):
+            raise ValueError(f"The task's prompt {index} is {item!r}, but must be a "
+                             "kilter.rl.tasks.TaskItem.")
         return Question(Prompt(self._tokens(item.messages), place, f"{self._name}{place}",
                                self._samples), item)
 

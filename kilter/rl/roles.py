@@ -2,7 +2,8 @@
 
 Every rank makes a `Roles` and calls its methods together with all others; a role's own ranks do the
 work, and the result comes to all. Where roles share the actor's ranks (the default) nothing has to
-be told to anybody, since all have done it.
+be told to anybody, since all have done it. What is wrong with a job or its data (`SAID`) is raised
+on every rank, in the same words.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kilter.rl.algorithms import Lesson
 from kilter.rl.checksum import checksum, combined
 from kilter.rl.config import RLJob
 from kilter.rl.experience import Experience, Rollout
+from kilter.rl.gate import Disagreement
 from kilter.rl.learners import Critic, CriticReport, Frozen, Policy, PolicyReport
 from kilter.rl.prompts import Question
 from kilter.rl.reshard import RolloutWeights, WeightSync, gather_holdings
@@ -37,12 +39,14 @@ from kilter.rl.reshard_layout import rollout_formats, rollout_parts
 from kilter.rl.reshard_plan import Plan, make_plan
 from kilter.rl.rewards import Sample, WeightedReward, build_rewards, score
 from kilter.rl.rewards.config import resolve
+from kilter.rl.rewards.score import Unavailable
 from kilter.rl.rollout import Environment, RolloutEngine
 from kilter.serve.params import SamplingParams
 from kilter.tokens import Tokenizer
 from kilter.train.inputs import Start
 from kilter.train.lora import add_adapters, init_adapters
 from kilter.train.optimizer import Optimizer
+from kilter.train.step import NotFinite
 from kilter.weights.bridge import ModelSource
 
 T = TypeVar("T")
@@ -51,6 +55,9 @@ Phase = Callable[[str], AbstractContextManager[None]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOTAL = "total"  # the reward part that is learned from
 MODEL_REWARD = "reward_model"
+# What all ranks of a role raise, or none of them. After anything else (a lost peer, no memory, a
+# mistake of ours) a rank leaves at once: others may be in the middle of a collective.
+SAID = (ValueError, NotFinite, Disagreement, Unavailable)
 
 
 @dataclass(frozen=True)
@@ -162,11 +169,18 @@ class Roles:
             assert engine is not None
             engine.wake()
             by_id = {question.prompt.id: question for question in questions}
-            mine = engine.generate(engine.share([q.prompt for q in questions]), params,
-                                   seed=self.job.seed, step=step, environment=self._environment)
+            mine: list[Rollout] = []
+            failure: Exception | None = None
+            try:
+                found = engine.generate(engine.share([q.prompt for q in questions]), params,
+                                        seed=self.job.seed, step=step,
+                                        environment=self._environment)
+                mine = judged(found, by_id, self._rewards, self.tokenizer, engine.mesh.axis("tp"))
+            except SAID as error:
+                failure = error
             engine.sleep()
-            return engine.gather(judged(mine, by_id, self._rewards, self.tokenizer,
-                                        engine.mesh.axis("tp")))
+            raise_first(failure, engine.mesh.axis("dp"))
+            return engine.gather(mine)
 
         return self._tell("rollout", work)
 
@@ -343,21 +357,37 @@ class Roles:
     # ---- telling ----
 
     def _tell(self, role: str, work: Callable[[], T]) -> T:
-        """A role's work on its ranks, and its result on all."""
+        """A role's work on its ranks, and its result on all, or what they raise of `SAID`."""
         ranks = self._ranks(role)
         if len(ranks) == self.world.size:
             return work()
-        told: list[Any] = [None]
+        told: list[Any] = [None, None]
         if self._rank in ranks:
-            told = [work()]
+            try:
+                told = [work(), None]
+            except SAID as error:
+                told = [None, error]
         dist.broadcast_object_list(told, self.world.ranks[ranks.start], group=self.world.members)
         found: T = told[0]
+        if told[1] is not None:
+            raise told[1]
         return found
 
 
 def _made(role: T | None) -> T:
     assert role is not None  # only its own ranks are asked
     return role
+
+
+def raise_first(failure: Exception | None, axis: Axis) -> None:
+    """Raises an axis's first failure on all of its ranks; every rank calls, most with None."""
+    failures = [failure]
+    if axis.size > 1:
+        failures = [None] * axis.size
+        dist.all_gather_object(failures, failure, group=axis.members)
+    for found in failures:
+        if found is not None:
+            raise found
 
 
 def judged(rollouts: Sequence[Rollout], by_id: Mapping[str, Question],
@@ -374,25 +404,35 @@ def judged(rollouts: Sequence[Rollout], by_id: Mapping[str, Question],
                        for rollout in rollouts]
             parts = [score(rewards, samples) if samples and rewards else
                      {TOTAL: [0.0] * len(samples)}]
-        except ValueError as error:
-            parts = [str(error)]
+        except SAID as error:
+            parts = [error]
     if axis.size > 1:
         dist.broadcast_object_list(parts, axis.ranks[0], group=axis.members)
-    if isinstance(parts[0], str):
-        raise ValueError(parts[0])
+    if isinstance(parts[0], Exception):
+        raise parts[0]
     return [replace(rollout, rewards={name: values[i] for name, values in parts[0].items()})
             for i, rollout in enumerate(rollouts)]
 
 
 def environment_of(path: str | None, tokenizer: Tokenizer) -> Environment | None:
-    """The function that a job names, giving tokens."""
+    """The function that a job names, giving tokens; ValueError where it fails."""
     if path is None:
         return None
     function = resolve(path)
 
     def environment(rollout: Rollout) -> Sequence[int] | None:
-        said = function(rollout, tokenizer)
-        return tokenizer.encode(said) if isinstance(said, str) else said
+        try:
+            said = function(rollout, tokenizer)
+        except Exception as error:
+            raise ValueError(f"The environment {path} failed on sample {rollout.id}: "
+                             f"{type(error).__name__}: {error}") from error
+        if isinstance(said, str):
+            return tokenizer.encode(said)
+        if said is None or (isinstance(said, Sequence)
+                            and all(isinstance(token, int) for token in said)):
+            return said
+        raise ValueError(f"The environment {path} answered sample {rollout.id} with {said!r}; "
+                         "return a text, a list of token ids, or None to end it.")
 
     return environment
 

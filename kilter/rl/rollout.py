@@ -327,7 +327,9 @@ class RolloutEngine:
             try:
                 made = [work()]
             except BaseException as error:
-                failure, made = error, [str(error) or type(error).__name__]
+                failure = error
+                made = [error if isinstance(error, ValueError) else
+                        str(error) or type(error).__name__]
             if failure is not None and not self._executor.together:
                 raise failure  # the others hear nothing more, and fail as this rank leaves
             self._executor.release()
@@ -336,6 +338,8 @@ class RolloutEngine:
         dist.broadcast_object_list(made, axis.ranks[0], group=axis.members)
         if failure is not None:
             raise failure
+        if isinstance(made[0], ValueError):  # of an environment: all ranks say the same
+            raise made[0]
         if isinstance(made[0], str):
             raise RuntimeError(f"The first rank of this rollout replica failed: {made[0]}")
         rollouts: list[Rollout] = made[0]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kilter.job import dump
 from kilter.rl.config import RLJob
 from kilter.rl.experience import Rollout
 from kilter.rl.gate import Disagreement
+from kilter.rl.launch import open_rl
+from kilter.rl.prompts import Prompts
 from kilter.rl.rewards import Sample
+from kilter.rl.rewards.score import Unavailable
+from kilter.rl.tasks import TaskItem
+from kilter.train.step import NotFinite
 from tests.ranks import RankPool
-from tests.rl.tiny_job import everyone, make_job, new_run, run_rank, told
+from tests.rl.tiny_job import Letters, everyone, make_job, new_run, run_rank, told
 
 
 def ran(folder: Path, **changes: Any) -> tuple[RLJob, list[dict[str, Any]]]:
@@ -203,3 +209,113 @@ def test_some_rollouts_are_shown(tmp_path: Path) -> None:
              (Path(job.output) / "rollouts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in shown] == [2, 2, 2, 4, 4, 4]
     assert all(row["prompt"] in "!\"#$" and "share" in row["rewards"] for row in shown)
+
+
+# ---- what goes wrong on some ranks ----
+
+def last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def raising(samples: Sequence[Sample]) -> list[float]:
+    if last_rank():
+        raise KeyError("none")
+    return [0.0] * len(samples)
+
+
+def nan(samples: Sequence[Sample]) -> list[float]:
+    return [float("nan") if last_rank() else 0.0] * len(samples)
+
+
+def few(samples: Sequence[Sample]) -> list[float]:
+    return [0.0] * (len(samples) - last_rank())
+
+
+def unable(samples: Sequence[Sample]) -> list[float]:
+    if last_rank():
+        raise Unavailable("Nothing can be judged here.")
+    return [0.0] * len(samples)
+
+
+class Long(Letters):
+    """Prompts as long as the context."""
+
+    def __getitem__(self, index: int) -> TaskItem:
+        return TaskItem(({"role": "user", "content": "!" * 24},), "!", str(index))
+
+
+def broken(rollout: Rollout, tokenizer: object) -> None:
+    raise KeyError("none")
+
+
+def number(rollout: Rollout, tokenizer: object) -> int:
+    return 7
+
+
+def failed(job: Mapping[str, Any]) -> tuple[str, str]:
+    """How a run ends that cannot: the exception's name and text."""
+    with new_run(job) as run:
+        if run.roles.policy is not None and run.roles.recipe.loss == "reinforce":
+            run.roles.policy.learn = not_finite  # type: ignore[method-assign]
+        try:
+            run.take_step()
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def not_finite(*args: Any, **named: Any) -> Any:
+    raise NotFinite("The loss is nan.")
+
+
+APART = {"layout": {"dp": 2, "zero": 3}, "placement": {"rollout": 2}}
+ENDS = {"rollout": {"environment": f"{__name__}:broken",
+                    "engine": {"eos_token_ids": list(range(20, 32))}}}
+
+
+@pytest.mark.parametrize(("changes", "name", "words"), [
+    ({"layout": {"dp": 2}, "rewards": [{"kind": f"{__name__}:raising"}]}, "RewardError",
+     "The reward raising failed on sample 0"),
+    ({**APART, "rewards": [{"kind": f"{__name__}:raising"}]}, "RewardError",
+     "The reward raising failed on sample 0"),
+    ({**APART, "rewards": [{"kind": f"{__name__}:nan"}]}, "RewardError", "which is not finite"),
+    ({**APART, "rewards": [{"kind": f"{__name__}:few"}]}, "RewardError",
+     "returned 7 values for 8 samples"),
+    ({**APART, "rewards": [{"kind": f"{__name__}:unable"}]}, "Unavailable", "Nothing can be"),
+    ({"placement": {"rollout": 1}, "task": {"python": f"{__name__}:Long"}}, "ValueError",
+     "which leaves no room for an answer"),
+    ({**ENDS, "layout": {"tp": 2}}, "ValueError", "test_loop:broken failed on sample"),
+    ({**ENDS, "layout": {"dp": 2}, "rollout": {**ENDS["rollout"], "tp": 2}}, "ValueError",
+     "test_loop:broken failed on sample"),
+    ({"placement": {"rollout": 1}, "algorithm": "rloo"}, "NotFinite", "The loss is nan.")],
+    ids=str)
+def test_a_failure_of_some_ranks_is_said_by_all(
+        changes: dict[str, Any], name: str, words: str, tmp_path: Path, ranks: RankPool) -> None:
+    found = everyone(ranks, failed, make_job(tmp_path, **changes))
+    assert len(found) > 1 and len(set(found)) == 1
+    assert found[0][0] == name and words in found[0][1]
+
+
+def test_an_environment_that_answers_with_no_text_is_refused(tmp_path: Path) -> None:
+    changes = {**ENDS["rollout"], "environment": f"{__name__}:number"}
+    found = failed(dump(make_job(tmp_path, rollout=changes)))
+    assert found[0] == "ValueError" and "with 7; return a text" in found[1]
+
+
+class Broken(Letters):
+    def __getitem__(self, index: int) -> TaskItem:
+        if index == 1:
+            return "no item"  # type: ignore[return-value]
+        if index == 2:
+            raise IndexError("none")
+        return super().__getitem__(index)
+
+
+def test_a_task_that_fails_is_named(tmp_path: Path) -> None:
+    tokenizer = open_rl(make_job(tmp_path)).start.tokenizer
+    prompts = Prompts(Broken("train"), tokenizer, samples=1, format="text", seed=None)
+    assert prompts.at(0).item.reference == "!"
+    with pytest.raises(ValueError, match="prompt 1 is 'no item', but must be a kilter"):
+        prompts.at(1)
+    with pytest.raises(ValueError, match="The task failed at prompt 2: IndexError: none"):
+        prompts.at(2)

@@ -16,6 +16,7 @@ from kilter import cli
 from kilter.rl import launch
 from kilter.rl.gate import Disagreement
 from kilter.rl.loop import RLRun
+from kilter.rl.rewards.score import Unavailable
 from kilter.train.launch import Exit
 from tests.rl.tiny_job import job_table, make_job, told
 
@@ -74,6 +75,37 @@ def test_mistakes_are_one_sentence(settings: list[str], words: str, tmp_path: Pa
     code, _, err = said(capsys, write_job(tmp_path), *settings)
     assert code == 2 and words in err and err.count("\n") == 1
     assert err.startswith("kilter: error: ") and err[-2:] in (".\n", "?\n")
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                             ) -> None:
+    """Its verdicts would all be 0."""
+    path = write_job(tmp_path)
+    assert said(capsys, path, "steps=1", "export=true")[0] == 0
+    code, _, err = said(capsys, path, f"output={tmp_path / 'other'}",
+                        f"reward_model.path={tmp_path / 'run' / 'model'}")
+    assert code == 2 and "is a language model and has no verdict to give" in err
+
+
+def environment(rollout: object, tokenizer: object) -> None:
+    raise KeyError("none")
+
+
+def test_an_environment_that_raises_is_one_sentence(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, write_job(tmp_path), "rollout.engine.eos_token_ids=[20,21,22,23]",
+                        f"rollout.environment={__name__}:environment")
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith(f"kilter: error: The environment {__name__}:environment failed on sample")
+
+
+def test_a_reward_that_can_judge_nothing_is_one_sentence(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_step(self: RLRun) -> None:
+        raise Unavailable("A package is missing.")
+
+    monkeypatch.setattr(RLRun, "take_step", take_step)
+    assert launch.run(make_job(tmp_path)) == Exit(1, "A package is missing.")
 
 
 def test_a_disagreement_is_a_plain_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,10 @@ def test_the_examples_are_jobs(name: str) -> None:
 
 
 def test_every_setting_is_on_the_page() -> None:
-    """docs/training.md names every key of the job file."""
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    """docs/training.md, or the page on pairs that it leads to, names every key of the job file."""
+    docs = Path(__file__).parents[2] / "docs"
+    text = "".join((docs / name).read_text(encoding="utf-8")
+                   for name in ("training.md", "preference.md"))
     missing = [name for name in sorted(settings_of(TrainJob))
                if not any(f"{before}{name}{after}" in text
                           for before in "`." for after in "`") and f"[{name}]" not in text]
