@@ -54,7 +54,8 @@ def build(kind: type[T], table: Mapping[str, Any], origin: str = "the job") -> T
     problems: list[str] = []
     job = _dataclass(kind, table, "", problems)
     if problems:
-        raise JobError(f"{origin[0].upper()}{origin[1:]} cannot be used: {' '.join(problems)}")
+        said = f"The{origin[3:]}" if origin.startswith("the ") else origin
+        raise JobError(f"{said} cannot be used: {' '.join(problems)}")
     return job
 
 

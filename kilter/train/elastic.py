@@ -118,7 +118,9 @@ def _elastic(program: Program, job: Job) -> Exit:
         raise ValueError(f"The layout has {world} ranks, but there are "
                          f"{torch.cuda.device_count()} GPUs; a rank needs one of its own. Make the "
                          "layout smaller, or set launch.device to cpu.")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ["torch.distributed.elastic", *logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed.elastic"):  # some have a level of their own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     threads = job.launch.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(
         1, usable_cpus() // world)
     failed = "The ranks were stopped before they could write a checkpoint."
