@@ -171,7 +171,7 @@ def test_asynchronous_stop_and_resume(cluster: str, tmp_path: Path) -> None:
     told = [line for line in lines(tmp_path, "metrics.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in told] == list(range(1, 8))
     ids = [line["id"] for line in lines(tmp_path, "rollouts.jsonl")]
-    assert ids == [f"p{p}/{i}" for p in range(7 * 4) for i in range(4)]
+    assert sorted(ids) == sorted(f"p{p}/{i}" for p in range(7 * 4) for i in range(4))
     assert all(line["staleness"]["max"] <= 1 for line in told)
     assert all(line["gate"]["max"] == 0.0 for line in told)
     assert sum(line["gate"]["skipped"] for line in told) > 0
