@@ -19,7 +19,7 @@ from kilter.rl.roles import RLInputs, Roles
 from kilter.rl.tasks import build_task
 from kilter.train import elastic
 from kilter.train.elastic import Exit, Program
-from kilter.train.inputs import open_start
+from kilter.train.inputs import check_tensorboard, open_start
 from kilter.train.loop import last_checkpoint, stop_signals
 from kilter.train.step import NotFinite
 from kilter.weights.bridge import ModelSource, open_model
@@ -45,6 +45,7 @@ def open_rl(job: RLJob) -> RLInputs:
     Raises:
         ValueError: for anything that is not there, cannot be read or does not fit together.
     """
+    check_tensorboard(job.log.tensorboard)
     start = open_start(job.model)
     last_checkpoint(job, FREE)  # refuses another job's
     split_model(start.spec, job.rollout.tp)

@@ -104,7 +104,12 @@ def device_type(launch: LaunchConfig) -> str:
 
 def _check_machine(job: TrainJob) -> None:
     device_type(job.launch)
-    if job.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    check_tensorboard(job.log.tensorboard)
+
+
+def check_tensorboard(wanted: bool) -> None:
+    """Raises ValueError if a job wants TensorBoard's files and its package is not there."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("log.tensorboard is true, but the package tensorboard is not installed; "
                          "pip install 'kilter[tensorboard]', or turn it off.")
 

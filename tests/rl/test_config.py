@@ -11,6 +11,7 @@ import pytest
 from kilter.job import JobError, build, dump
 from kilter.rl.algorithms import ALGORITHMS, Recipe, RecipeConfig
 from kilter.rl.config import RLJob
+from kilter.rl.launch import open_rl
 from kilter.rl.placement import PlacementConfig
 from tests.rl.tiny_job import make_job
 
@@ -128,3 +129,9 @@ def test_what_algorithms_need() -> None:
     assert [name for name, recipe in ALGORITHMS.items() if recipe.reference] == ["online_dpo"]
     assert [name for name, recipe in ALGORITHMS.items() if not recipe.groups] == [
         "ppo", "reinforce_pp"]
+
+
+def test_tensorboard_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package tensorboard is not installed"):
+        open_rl(make_job(tmp_path, log={"tensorboard": True}))

@@ -70,10 +70,18 @@ class DistantRoles(Roles):
         return {"rollouts": self._rollouts.told()} if self._rollouts is not None else {}
 
     def _first(self, work: Callable[[], list[Rollout]]) -> list[Rollout]:
-        """The first rank's work, and its result on all."""
-        told: list[Any] = [work() if self._rank == 0 else None]
+        """The first rank's work, and its result on all, or what it raises: no other rank is in the
+        middle of anything then."""
+        told: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                told = [work(), None]
+            except Exception as error:
+                told = [None, error]
         if self.world.size > 1:
             dist.broadcast_object_list(told, self.world.ranks[0], group=self.world.members)
+        if told[1] is not None:
+            raise told[1]
         found: list[Rollout] = told[0]
         return found
 
