@@ -17,11 +17,12 @@ from pathlib import Path
 from bench.page import provenance, write_section
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.serve.engine import Delta, Engine, EngineConfig
-from kilter.serve.load import load_engine, write_tokenizer
+from kilter.serve.load import load_engine
 from kilter.serve.pages import Pages
 from kilter.serve.params import SamplingParams
 from kilter.serve.scheduler import SchedulerConfig
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 LISTS = ([37, 152, 8, 420, 91], [47, 183, 12, 891, 256, 5, 1024, 73, 330, 15])

@@ -23,18 +23,20 @@ from pathlib import Path
 import torch
 
 from bench.page import write_section
+from kilter.home import home
 from kilter.models.linear import Embedding, Linear
-from kilter.ops.cpu.build import cache_dir, detect_isa
+from kilter.ops.cpu.build import detect_isa
 from kilter.ops.packed import PackedWeight
 from kilter.report.machine import cpu_name, gemm_rate, read_bandwidth
 from kilter.serve.engine import Engine
 from kilter.serve.exactness import next_chunk
-from kilter.serve.load import load_engine, write_tokenizer
+from kilter.serve.load import load_engine
 from kilter.serve.params import SamplingParams
 from kilter.serve.request import Request
 from kilter.weights.bridge import open_model
 from kilter.weights.export import export_hf
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
@@ -74,8 +76,9 @@ def weight_bytes(engine: Engine) -> int:
     return total
 
 
-def kilter_contender(name: str, folder: Path, storage: str, exact: bool = True) -> Contender:
-    engine = load_engine(folder, storage=storage, exact=exact, context=1024,
+def kilter_contender(name: str, folder: Path, storage: str, exact: bool = True,
+                     products: str = "fp32") -> Contender:
+    engine = load_engine(folder, storage=storage, exact=exact, products=products, context=1024,
                          max_running=max(BATCHES))
 
     def decode(batch: int) -> float:
@@ -104,11 +107,11 @@ def kilter_contender(name: str, folder: Path, storage: str, exact: bool = True) 
     return Contender(name, decode, prefill, weight_bytes(engine), storage)
 
 
-def transformers_contender(folder: Path) -> Contender:
+def transformers_contender(name: str, folder: Path, dtype: torch.dtype) -> Contender:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 
     def generate(batch: int, length: int, new: int) -> float:
@@ -127,15 +130,15 @@ def transformers_contender(folder: Path) -> Contender:
     def prefill() -> float:
         return PREFILL_TOKENS / generate(1, PREFILL_TOKENS, 1)
 
-    size = sum(p.numel() * 4 for name, p in model.named_parameters() if p.ndim == 2)
-    return Contender("transformers", decode, prefill, size, "fp32")
+    size = sum(p.nbytes for p in model.parameters() if p.ndim == 2)
+    return Contender(name, decode, prefill, size, str(dtype).removeprefix("torch."))
 
 
 def hf_folder(model: Path) -> Path:
     """The GGUF's weights as an fp32 folder that `transformers` loads, made once."""
-    folder = cache_dir() / "bench" / f"{MODEL}-hf"
+    folder = home() / "bench" / f"{MODEL}-hf"
     if not folder.exists():
-        from kilter.serve.load import open_tokenizer
+        from kilter.weights.tokenizer import open_tokenizer
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         source = open_model(model)
@@ -236,11 +239,14 @@ def main() -> None:
     folder = pull(MODEL, after=write_tokenizer)
     hf = hf_folder(folder)
     contenders = [
-        transformers_contender(hf),
+        transformers_contender("transformers", hf, torch.float32),
+        transformers_contender("transformers bf16", hf, torch.bfloat16),
         kilter_contender("kilter fp32", hf, "fp32"),
         kilter_contender("kilter bf16", hf, "bf16"),
         kilter_contender("kilter int8", hf, "int8"),
         kilter_contender("kilter file's own (auto)", folder, "auto"),
+        kilter_contender("kilter bf16 --products bf16", hf, "bf16", products="bf16"),
+        kilter_contender("kilter auto --products bf16", folder, "auto", products="bf16"),
         kilter_contender("kilter --fast fp32", hf, "fp32", exact=False),
     ]
     bandwidth, gemm = read_bandwidth(2.0), gemm_rate(2.0)

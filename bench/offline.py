@@ -24,9 +24,9 @@ import torch
 from bench.foundation import hf_folder
 from bench.page import provenance, write_section
 from kilter.serve.llm import LLM, Answer
-from kilter.serve.load import write_tokenizer
 from kilter.serve.params import SamplingParams
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 SUBJECTS = ("rivers", "prime numbers", "bread", "the moon", "trains", "glass", "bees", "maps")

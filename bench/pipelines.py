@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
+from bench.page import DOCS, write, write_section
 from kilter.parallel.pipeline.check import activations_in_flight, check
 from kilter.parallel.pipeline.generators import NAMES, make_schedule
 from kilter.parallel.pipeline.simulate import FORMULAS, Costs, Timeline, simulate
 from kilter.report.text import table
 from kilter.report.timeline import Span, perfetto, svg
 
-DOCS = Path(__file__).parents[1] / "docs"
 SIZES = ((4, 8), (8, 16), (8, 64))  # ranks, micro-batches
 DRAWN = (4, 8)
 KINDS = {"F": "forward", "B": "backward", "I": "backward of the input",
@@ -91,14 +89,6 @@ def trace(name: str) -> str:
     return json.dumps(made, separators=(",", ":")) + "\n"
 
 
-def write(page: Path, text: str) -> None:
-    """A file whole or not at all."""
-    page.parent.mkdir(exist_ok=True)
-    temporary = page.with_name(page.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, page)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="make docs' drawings and table anew")
@@ -110,13 +100,7 @@ def main() -> None:
         for name in NAMES:
             write(DOCS / "images" / f"pipeline-{name}.svg", drawing(name))
             write(DOCS / "traces" / f"pipeline-{name}.json", trace(name))
-        page = DOCS / "pipelines.md"
-        begin, end = "<!-- pipelines:begin -->", "<!-- pipelines:end -->"
-        head, found, rest = page.read_text(encoding="utf-8").partition(begin)
-        tail = rest.partition(end)
-        if not found or not tail[1]:
-            raise SystemExit(f"{page} has no place for the table: it needs {begin} and {end}.")
-        write(page, f"{head}{begin}\n{section()}\n{end}{tail[2]}")
+        write_section("pipelines", section(), DOCS / "pipelines.md")
 
 
 if __name__ == "__main__":

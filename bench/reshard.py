@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from bench.page import DOCS, write_section
 from kilter.mesh.layout import Layout
 from kilter.models.decoder import Decoder
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
@@ -32,7 +32,6 @@ from kilter.rl.reshard_layout import (
 )
 from kilter.rl.reshard_plan import Plan, full_gather, make_plan
 
-PAGE = Path(__file__).parents[1] / "docs" / "resharding.md"
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES: list[tuple[Layout, tuple[int, ...]]] = [
     (Layout(dp=8), (1, 2, 4)),
@@ -120,10 +119,7 @@ def main() -> None:
     print("\n".join(lines))
     print(f"GB per rank, mean (most); {time.perf_counter() - start:.1f} s of planning")
     if args.write:
-        text = PAGE.read_text(encoding="utf-8")
-        begin, end = "<!-- reshard:begin -->", "<!-- reshard:end -->"
-        head, tail = text.partition(begin)[0], text.partition(end)[2]
-        PAGE.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
+        write_section("reshard", "\n".join(lines), DOCS / "resharding.md")
 
 
 if __name__ == "__main__":

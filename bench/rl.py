@@ -47,7 +47,6 @@ from kilter.rl.rewards.config import RewardConfig
 from kilter.rl.roles import Roles
 from kilter.rl.tasks import FileConfig, GymConfig, TaskConfig, build_task
 from kilter.serve.engine_config import EngineConfig
-from kilter.serve.load import write_tokenizer
 from kilter.serve.params import SamplingParams
 from kilter.tokens import Tokenizer
 from kilter.train.checkpoint import CheckpointConfig
@@ -55,6 +54,7 @@ from kilter.train.config import ModelConfig
 from kilter.train.optimizer import OptimizerConfig
 from kilter.train.schedule import ScheduleConfig
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 PEER = HERE / "peers" / "trl_turns.py"

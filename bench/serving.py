@@ -31,9 +31,9 @@ from bench.peers import servers
 from bench.peers.client import Reply
 from bench.peers.loads import LOADS, Load, Texts
 from bench.peers.servers import Server, Spec
-from kilter.serve.load import write_tokenizer
 from kilter.tokens import Tokenizer
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 # What is compared with what: at equal bits per weight, and ours as it comes out of the box.

@@ -2,12 +2,13 @@
 
     python -m bench.train [--repeats 5] [--tokens 2048] [--threads 2] [--litgpt PYTHON]
 
-Forward, backward, clipping and AdamW in fp32 on one process. Kilter packs documents of mixed
-lengths; peers get as many tokens in the form they are fastest in, without padding: equal rows of
-256 tokens. Contenders run in processes of their own and take turns, one step at a time; seconds are
-medians over turns, ratios medians of the ratios turn by turn. `--litgpt` is the interpreter of an
-environment that has litgpt; without it the run says so. Writes bench/results/train.json and the
-section of docs/benchmarks.md.
+Forward, backward, clipping and AdamW on one process, with products in fp32, and again with products
+in bf16 (Kilter's `model.products`, the peers' autocast), parameters and optimizer in fp32 in both.
+Kilter packs documents of mixed lengths; peers get as many tokens in the form they are fastest in,
+without padding: equal rows of 256 tokens. Contenders run in processes of their own and take turns,
+one step at a time; seconds are medians over turns, ratios medians of the ratios turn by turn.
+`--litgpt` is the interpreter of an environment that has litgpt; without it the run says so. Writes
+bench/results/train.json and the section of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +32,14 @@ from bench.train_step import DOCUMENT, documents
 from kilter.mesh.mesh import Mesh
 from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
+from kilter.ops.cpu.build import detect_isa
 from kilter.ops.cpu.library import set_num_threads
 from kilter.parallel.apply import apply
-from kilter.serve.load import write_tokenizer
 from kilter.train.optimizer import Optimizer, OptimizerConfig
 from kilter.train.step import train_step
 from kilter.weights.bridge import open_model
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers" / "train_turns.py"
@@ -60,13 +63,13 @@ class Documents:
         return Batch.of(self.sequences, device)
 
 
-def kilter(folder: str, tokens: int, threads: int) -> None:
+def kilter(folder: str, tokens: int, threads: int, products: str) -> None:
     """The contender's own process."""
     torch.set_num_threads(threads)
     set_num_threads(threads)
     source = open_model(folder)
     with torch.device("meta"):
-        model = Decoder(source.spec, max_positions=tokens)
+        model = Decoder(source.spec, max_positions=tokens, products=products)
     mesh = Mesh.single()
     spread = apply(model, mesh)
     spread.load(source)
@@ -111,28 +114,17 @@ class Contender:
         return process.stdout.readline().strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--litgpt", type=Path, metavar="PYTHON")
-    parser.add_argument("--kilter", metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.kilter:
-        kilter(args.kilter, args.tokens, args.threads)
-        return
-    folder = str(hf_folder(pull("smollm2-135m", after=write_tokenizer)))
-    rows = args.tokens // DOCUMENT
-    shape = [str(rows), str(DOCUMENT)]
+def measure(args: argparse.Namespace, folder: str, form: str) -> dict[str, Any]:
+    """All contenders with products in this format, in turns."""
+    shape = [str(args.tokens // DOCUMENT), str(DOCUMENT)]
+    threads = str(args.threads)
     commands = {
-        "kilter": [sys.executable, "-m", "bench.train", "--kilter", folder,
-                   "--tokens", str(args.tokens), "--threads", str(args.threads)],
-        "transformers Trainer": [sys.executable, str(PEERS), "trainer", str(args.threads), folder,
+        "kilter": [sys.executable, "-m", "bench.train", "--kilter", folder, form,
+                   "--tokens", str(args.tokens), "--threads", threads],
+        "transformers Trainer": [sys.executable, str(PEERS), "trainer", threads, form, folder,
                                  *shape]}
     if args.litgpt is not None:
-        commands["litgpt"] = [str(args.litgpt), str(PEERS), "litgpt", str(args.threads), *shape]
+        commands["litgpt"] = [str(args.litgpt), str(PEERS), "litgpt", threads, form, *shape]
     contenders = [Contender(name, command) for name, command in commands.items()]
     for contender in contenders:
         contender.turn()  # the first step takes memory and compiles
@@ -140,22 +132,41 @@ def main() -> None:
         for contender in contenders:
             contender.seconds.append(contender.turn())
     peaks = {c.name: c.end() for c in contenders}
-    medians = {c.name: statistics.median(c.seconds) for c in contenders}
     ours, *peers = contenders
-    fastest = min(peers, key=lambda c: medians[c.name])
+    fastest = min(peers, key=lambda c: statistics.median(c.seconds))
     ratio = statistics.median(b / a for a, b in zip(ours.seconds, fastest.seconds, strict=True))
-    result = {"provenance": provenance(), "tokens": args.tokens, "threads": args.threads,
-              "seconds": {c.name: c.seconds for c in contenders}, "peak_bytes": peaks,
-              "ratio_to_fastest_peer": ratio, "fastest_peer": fastest.name,
-              "absent": [] if args.litgpt else ["litgpt (--litgpt)"]}
+    return {"seconds": {c.name: c.seconds for c in contenders}, "peak_bytes": peaks,
+            "ratio_to_fastest_peer": ratio, "fastest_peer": fastest.name}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--litgpt", type=Path, metavar="PYTHON")
+    parser.add_argument("--kilter", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.kilter:
+        kilter(args.kilter[0], args.tokens, args.threads, args.kilter[1])
+        return
+    folder = str(hf_folder(pull("smollm2-135m", after=write_tokenizer)))
+    result = {"provenance": provenance(), "isa": detect_isa(), "tokens": args.tokens,
+              "threads": args.threads, "absent": [] if args.litgpt else ["litgpt (--litgpt)"],
+              "products": {form: measure(args, folder, form) for form in ("fp32", "bf16")}}
     (HERE / "results" / "train.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = [f"{provenance()} SmolLM2-135M, fp32, {args.tokens} tokens, {args.threads} threads; "
-             f"medians of {args.repeats} steps taken in turns.", "",
-             "| | seconds | tokens/s | peak memory |", "|---|---|---|---|",
-             *(f"| {name} | {medians[name]:.2f} | {args.tokens / medians[name]:.0f} | "
-               f"{peaks[name] / 2**30:.2f} GiB |" for name in medians), "",
-             f"Kilter takes {ratio:.2f}× as many tokens per second as the fastest peer, "
-             f"{fastest.name}."]
+    lines = [f"{provenance()[:-1]} ({detect_isa()}). SmolLM2-135M, {args.tokens} tokens, "
+             f"{args.threads} threads; medians of {args.repeats} steps taken in turns.", "",
+             "| products | | seconds | tokens/s | peak memory |", "|---|---|---|---|---|"]
+    for form, found in result["products"].items():
+        lines += [f"| {form} | {name} | {statistics.median(found['seconds'][name]):.2f} | "
+                  f"{args.tokens / statistics.median(found['seconds'][name]):.0f} | "
+                  f"{found['peak_bytes'][name] / 2**30:.2f} GiB |" for name in found["seconds"]]
+    lines += [""]
+    for form, found in result["products"].items():
+        lines.append(f"With products in {form} Kilter takes {found['ratio_to_fastest_peer']:.2f}× "
+                     f"as many tokens per second as the fastest peer, {found['fastest_peer']}.")
     if args.litgpt is None:
         lines.append("Absent in this run: litgpt (--litgpt).")
     print("\n".join(lines))

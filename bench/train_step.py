@@ -29,9 +29,9 @@ from bench.foundation import hf_folder
 from bench.page import provenance, write_section
 from kilter.models import Batch, Decoder
 from kilter.ops.cpu.library import set_num_threads
-from kilter.serve.load import write_tokenizer
 from kilter.weights.bridge import open_model
 from kilter.weights.pull import pull
+from kilter.weights.tokenizer import write_tokenizer
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"

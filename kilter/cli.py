@@ -2,8 +2,8 @@
 
 Each verb is a module of `kilter.verbs` with ``add_arguments(parser)`` and ``run(args) -> int``,
 imported only when it is the one asked for: `kilter --help` has to be instant, and torch is not.
-Exit codes: 0 done, 1 the verb's answer is "no" (a failed check), 2 bad input, 130 interrupted,
-141 the reader of our output went away.
+Exit codes: 0 done, 1 the verb's answer is "no" (a failed check) or memory ran out, 2 bad input,
+130 interrupted, 141 the reader of our output went away.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"kilter: error: {_sentence(error)}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _out_of_memory(error):
+            raise
+        why = str(error).partition("\n")[0].rpartition("Allocator: ")[2].rstrip(".")
+        print(f"kilter: error: There is not enough memory for this{why and ': '}{why}. Take a "
+              "smaller model, batch or context, or spread it over more machines.", file=sys.stderr)
+        return 1
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -100,6 +107,12 @@ def _sentence(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}."
     return str(error) or f"{type(error).__name__} without a message; run again with --debug."
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """torch tells of memory in a `RuntimeError`: on a CPU in one of no type of its own."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("allocate memory", "out of memory"))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int,

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,8 +33,9 @@ def read_job(kind: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
 
     Args:
         kind: the job's dataclass.
-        overrides: ``dotted.key=value`` each; the value is TOML (``1e-4``, ``true``, ``[1, 2]``,
-            ``"text"``), or text where it is no TOML.
+        overrides: ``dotted.key=value`` each, of which the last counts; a number stands for that
+            part of a list. The value is TOML (``1e-4``, ``true``, ``[1, 2]``, ``"text"``), or text
+            where it is no TOML.
 
     Raises:
         JobError: for a file that is not there or no TOML, an unknown key, a missing one, or a
@@ -76,30 +80,47 @@ def _plain(value: Any) -> Any:
 
 
 def _override(table: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    names = key.strip().split(".")
+    dotted, equals, text = override.partition("=")
+    names = dotted.strip().split(".")
     if not equals or not all(names):
         raise JobError(f"The override {override!r} must have the form dotted.key=value.")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+    value = _override_value(override, text.strip())
     place: Any = table
-    for name in names[:-1]:
-        place = place[int(name)] if isinstance(place, list) and name.isdecimal() and int(
-            name) < len(place) else place.setdefault(name, {}) if isinstance(place, dict) else None
-        if not isinstance(place, dict | list):
-            raise JobError(f"The override {override!r} reaches into {name}, which is not a table.")
-    if isinstance(place, list):
-        raise JobError(f"The override {override!r} must name a key of a list's table, as in "
-                       f"{'.'.join(names[:-1])}.0.{names[-1]}.")
-    place[names[-1]] = value
+    for depth, name in enumerate(names):
+        if isinstance(place, dict):
+            key: Any = name
+        elif not isinstance(place, list):
+            raise JobError(f"The override {override!r} reaches into {names[depth - 1]}, which is "
+                           "not a table.")
+        elif name.isdecimal() and int(name) < len(place):
+            key = int(name)
+        else:
+            after = names[depth + 1:] if name.lstrip("-").isdecimal() else names[depth:]
+            example = ".".join([*names[:depth], "0", *after])
+            raise JobError(f"The override {override!r} reaches into a list of {len(place)}, which "
+                           f"has no {name}"
+                           + (f"; count from 0, as in {example}." if place else "."))
+        if depth == len(names) - 1:
+            place[key] = value
+        else:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else place[key]
+
+
+def _override_value(override: str, text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text.startswith(("[", "{", '"', "'")):  # meant as TOML
+            raise JobError(f"The override {override!r} has a value that is not valid TOML: "
+                           f"{error}. A shell takes quotes away; put single quotes around the "
+                           "whole setting.") from None
+        return text
 
 
 def _dataclass(kind: type[Any], table: Any, where: str, problems: list[str]) -> Any:
     """An instance, or None with problems noted."""
     if not isinstance(table, Mapping):
-        problems.append(f"{where or 'It'} is {table!r} but must be a table of settings.")
+        problems.append(f"{where or 'It'} is {_shown(table)} but must be a table of settings.")
         return None
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
@@ -136,11 +157,12 @@ def _value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
             found = _value(option, value, where, tried)
             if not tried:
                 return found
-        problems.append(f"{where} is {value!r} but must be {_named(hint)}.")
+        problems.append(f"{where} is {_shown(value)} but must be {_named(hint)}.")
         return None
     if origin is Literal:
         if value not in args or type(value) not in {type(a) for a in args}:
-            problems.append(f"{where} is {value!r} but must be one of {', '.join(map(str, args))}.")
+            problems.append(f"{where} is {_shown(value)} but must be one of "
+                            f"{', '.join(map(str, args))}.")
         return value
     if dataclasses.is_dataclass(hint):
         return _dataclass(typing.cast(type, hint), value, where, problems)
@@ -159,19 +181,28 @@ def _value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
     elif hint is Any:
         return value
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        with suppress(OverflowError):  # a whole number of hundreds of digits
+            if math.isfinite(value):
+                return float(value)
     elif hint is Path and isinstance(value, str):
         return Path(value)
     elif isinstance(hint, type) and isinstance(value, hint) and (
             hint is bool or not isinstance(value, bool)):
         return value
-    problems.append(f"{where} is {value!r} but must be {_named(hint)}.")
+    alone = origin is tuple and isinstance(value, str) and args[0] is str and Ellipsis in args
+    problems.append(f"{where} is {_shown(value)} but must be {_named(hint)}"
+                    + (f", as in [{json.dumps(value)}]." if alone else "."))
     return None
+
+
+def _shown(value: Any) -> str:
+    """A value as the job file has it, as far as it matters."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _named(hint: Any) -> str:
     """A type as a reader of the job file thinks of it."""
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+    plain = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text",
              Path: "a path", type(None): "left out"}
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in plain:

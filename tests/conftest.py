@@ -19,8 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _pulled(name: str) -> Path:
-    from kilter.serve.load import write_tokenizer
     from kilter.weights.pull import pull
+    from kilter.weights.tokenizer import write_tokenizer
 
     return pull(name, after=write_tokenizer)
 

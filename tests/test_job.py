@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Whole:
     flag: bool = False
     either: str | Mapping[str, Any] | None = None
     place: Path | None = None
+    names: tuple[str, ...] = ()
 
 
 def test_a_file_with_tables_and_lists_of_tables(tmp_path: Path) -> None:
@@ -56,10 +58,13 @@ def test_a_file_with_tables_and_lists_of_tables(tmp_path: Path) -> None:
     ("parts.0.size=9", Whole("x", parts=(Part(9),))),
     ("title = spaced ", Whole("spaced")),
     ("title=a=b", Whole("a=b")),
+    ("pair.1=5", Whole("x", pair=(1, 5))),
+    ("parts.0={ size = 3 }", Whole("x", parts=(Part(3),))),
 ])
 def test_overrides(override: str, expected: Whole, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('title = "x"\npart = { size = 1 }\n'
+                    + ("pair = [1, 2]\n" if override.startswith("pair.") else "")
                     + ("parts = [{ size = 2 }]\n" if override.startswith("parts") else ""))
     assert read_job(Whole, path, [override]) == expected
 
@@ -69,9 +74,13 @@ def test_overrides(override: str, expected: Whole, tmp_path: Path) -> None:
     ({"title": "x", "titel": 1}, "titel is not a setting; did you mean title?"),
     ({"title": "x", "part": {"size": 1, "zzz": 2}}, "part.zzz is not a setting; there are size"),
     ({"title": 1}, "title is 1 but must be text."),
-    ({"title": "x", "part": {"size": True}}, "part.size is True but must be a whole number."),
+    ({"title": "x", "part": {"size": True}}, "part.size is true but must be a whole number."),
     ({"title": "x", "part": {"size": 1.5}}, "part.size is 1.5 but must be a whole number."),
     ({"title": "x", "part": {"size": -1}}, "part: size is -1 but cannot be negative."),
+    ({"title": "x", "part": {"size": 1, "rate": math.nan}}, "rate is nan but must be a finite"),
+    ({"title": "x", "part": {"size": 1, "rate": -math.inf}}, "rate is -inf but must be a finite"),
+    ({"title": "x", "part": {"size": 1, "rate": 10 ** 400}}, "but must be a finite number."),
+    ({"title": "x", "names": "a"}, """names is 'a' but must be a list (text each), as in ["a"]."""),
     ({"title": "x", "part": 3}, "part is 3 but must be a table of settings."),
     ({"title": "x", "part": {"size": 1, "name": "c"}}, "part.name is 'c' but must be one of a, b."),
     ({"title": "x", "parts": [{"size": 1}, {"size": "y"}]},
@@ -97,12 +106,16 @@ def test_all_mistakes_at_once() -> None:
 @pytest.mark.parametrize(("override", "words"), [
     ("title", "must have the form dotted.key=value"), ("=3", "must have the form"),
     ("a..b=3", "must have the form"), ("title.x=3", "reaches into title, which is not a table"),
-    ("parts.size=3", "must name a key of a list's table"),
+    ("parts.size=3", "reaches into a list of 1, which has no size; count from 0, as in parts.0.s"),
+    ("parts.1.size=3", "has no 1; count from 0, as in parts.0.size."),
+    ("parts.-1=3", "has no -1; count from 0, as in parts.0."),
+    ("names.0=x", "reaches into a list of 0, which has no 0."),
+    ("names=[a]", r"is not valid TOML: .* put single quotes around the whole setting."),
     ("part.zz=3", "part.zz is not a setting"),
 ])
 def test_bad_overrides(override: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text('title = "x"\nparts = [{ size = 2 }]\n[part]\nsize = 1\n')
+    path.write_text('title = "x"\nparts = [{ size = 2 }]\nnames = []\n[part]\nsize = 1\n')
     with pytest.raises(JobError, match=words):
         read_job(Whole, path, [override])
 

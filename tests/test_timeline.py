@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from bench import pipelines
 from kilter.parallel.pipeline.generators import NAMES
 from kilter.parallel.pipeline.simulate import FORMULAS
-from kilter.report.timeline import _PALETTE, Span, _shade, html, perfetto, svg
+from kilter.report.timeline import _PALETTE, Span, _shade, perfetto, svg
 
 NS = "{http://www.w3.org/2000/svg}"
 SPANS = [Span(0, 0, 2, "0", "F"), Span(1, 2, 4, "0", "F"), Span(1, 4, 8, "0", "B", 1),
@@ -89,9 +88,6 @@ def test_text_reads_on_every_box() -> None:
 @settings(max_examples=60, deadline=None)
 def test_any_spans_make_good_files(some: list[Span], tracks: list[str]) -> None:
     assert len(boxes(svg(some, tracks, title="<t>", unit="<u>"))) == len(some)
-    page = html(some, tracks, title="<t>")
-    HTMLParser().feed(page)
-    assert page.count('class="box"') == len(some)
     events = json.loads(json.dumps(perfetto(some, tracks)))["traceEvents"]
     assert [(e["tid"], e["ts"], e["cat"]) for e in events if e["ph"] == "X"] == [
         (span.track, span.start, span.kind) for span in some]
@@ -107,13 +103,8 @@ def test_perfetto_has_names_and_microseconds() -> None:
         ("F 0", 0, 2000), ("F 0", 2000, 2000), ("B 0", 4000, 4000), ('B <&">', 8000, 4000)]
 
 
-def test_the_page_tells_who_is_busy() -> None:
-    page = html(SPANS, title="mine", unit="s")
-    assert "<th>rank 0</th><td>2</td><td>4</td><td>50.0 %</td>" in page
-
-
 def test_what_cannot_be_drawn() -> None:
-    for make in (svg, html, perfetto):
+    for make in (svg, perfetto):
         with pytest.raises(ValueError, match="nothing to draw"):
             make([])
         with pytest.raises(ValueError, match="a span ends after it starts"):

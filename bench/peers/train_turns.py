@@ -1,4 +1,5 @@
-"""A training contender in its own process: `python train_turns.py WHICH ARGS…`, one step per turn.
+"""A training contender in its own process: `python train_turns.py WHICH THREADS FORMAT ARGS…`, one
+step per turn. FORMAT is fp32, or bf16 for torch's autocast.
 
 Prints "ready", then for every line on stdin runs one whole training step (forward, backward, clip,
 AdamW) and prints its seconds; at the end of stdin, its peak memory in bytes. Alone and waiting it
@@ -42,7 +43,7 @@ def stepping(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Callab
     return step
 
 
-def litgpt(rows: int, length: int) -> None:
+def litgpt(bf16: bool, rows: int, length: int) -> None:
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.utils import chunked_cross_entropy
@@ -51,14 +52,16 @@ def litgpt(rows: int, length: int) -> None:
     ids = torch.randint(1000, 40000, (rows, length))
 
     def loss() -> torch.Tensor:
-        logits = model(ids)
-        result: torch.Tensor = chunked_cross_entropy(logits[:, :-1], ids[:, 1:], chunk_size=0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(ids)
+        result: torch.Tensor = chunked_cross_entropy(logits[:, :-1].float(), ids[:, 1:],
+                                                     chunk_size=0)
         return result
 
     turns(stepping(model, loss))
 
 
-def trainer(folder: str, rows: int, length: int) -> None:
+def trainer(bf16: bool, folder: str, rows: int, length: int) -> None:
     """transformers' Trainer; its loop waits for the turn before a step and reports after it."""
     import tempfile
 
@@ -90,17 +93,17 @@ def trainer(folder: str, rows: int, length: int) -> None:
         args = transformers.TrainingArguments(
             out, per_device_train_batch_size=rows, max_steps=1000, learning_rate=LR,
             adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=DECAY, max_grad_norm=CLIP,
-            optim="adamw_torch_fused", use_cpu=True, save_strategy="no", report_to=[],
+            optim="adamw_torch_fused", use_cpu=True, bf16=bf16, save_strategy="no", report_to=[],
             logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False)
         transformers.Trainer(model=model, args=args, train_dataset=rows_of,
                              callbacks=[Turns()]).train()
 
 
 if __name__ == "__main__":
-    which, threads, *rest = sys.argv[1:]
+    which, threads, products, *rest = sys.argv[1:]
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
     if which == "litgpt":
-        litgpt(int(rest[0]), int(rest[1]))
+        litgpt(products == "bf16", int(rest[0]), int(rest[1]))
     else:
-        trainer(rest[0], int(rest[1]), int(rest[2]))
+        trainer(products == "bf16", rest[0], int(rest[1]), int(rest[2]))

@@ -69,7 +69,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return tree_all_reduce(grad, ctx.axis), None
 
 
@@ -79,7 +79,7 @@ class _Reduce(torch.autograd.Function):
         return tree_all_reduce(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -90,7 +90,7 @@ class _Gather(torch.autograd.Function):
         return all_gather_rows(x, axis, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return tree_reduce_scatter_rows(grad, ctx.axis, ctx.sizes), None, None
 
 
@@ -101,7 +101,7 @@ class _Scatter(torch.autograd.Function):
         return tree_reduce_scatter_rows(x, axis, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather_rows(grad, ctx.axis, ctx.sizes), None, None
 
 
@@ -116,7 +116,7 @@ class _Split(torch.autograd.Function):
         return x.narrow(0, sum(sizes[:axis.index]), sizes[axis.index]).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather_rows(grad, ctx.axis, ctx.sizes), None, None
 
 
@@ -127,6 +127,6 @@ class _Shared(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         own, shared = grad[:ctx.start], grad[ctx.start:]
         return torch.cat([own, tree_all_reduce(shared, ctx.axis)]), None, None

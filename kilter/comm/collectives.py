@@ -111,6 +111,17 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return x
 
 
+def gather(x: Tensor, axis: Axis, target: int = 0) -> list[Tensor] | None:
+    """All ranks' x (of one shape and dtype) in order of rank on the rank whose place on the axis is
+    ``target``; None on the others."""
+    if axis.size == 1:
+        return [x]
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in axis.ranks] if axis.index == target else None
+    dist.gather(x, parts, axis.ranks[target], group=axis.members)
+    return parts
+
+
 def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks of counts (in int64) or other numbers (in float64): for the few numbers
     that steer a step. The order of addition is the process group's; it is the same every time and

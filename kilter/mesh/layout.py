@@ -54,6 +54,7 @@ class Layout:
     ep: int = 1  # expert parallel: whole experts
     etp: int = 1  # tensor parallel inside an expert
     sequence_parallel: bool | None = None  # rows between tensor-parallel blocks lie on tp ranks
+    overlap_tp: bool = False  # tensor-parallel layers compute while their rows travel
     order: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest-varying axis first
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Layout:
                 object.__setattr__(self, "replicate", 1 if self.zero else self.dp)
             if self.sequence_parallel is None:
                 object.__setattr__(self, "sequence_parallel", self.tp > 1)
-            problems = self._product_problems()
+            problems = self._product_problems() + self._overlap_problems()
         if problems:
             raise ValueError(_sentence("These degrees make no layout", problems))
 
@@ -99,6 +100,17 @@ class Layout:
                             f"{self.etp}), so experts cannot be sharded in as many copies; "
                             f"replicate may be {_listing(divisors(math.gcd(self.edp, self.dp)))}")
         return problems
+
+    def _overlap_problems(self) -> list[str]:
+        if not self.overlap_tp:
+            return []
+        if self.tp == 1:
+            return ["overlap_tp is set, but tp is 1, so there is nothing to overlap; leave it out, "
+                    "or set tp"]
+        if not self.sequence_parallel:
+            return [f"overlap_tp is set, but without sequence_parallel the {self.tp} ranks hold "
+                    "all rows and there are none to wait for; leave out one of the two settings"]
+        return []
 
     # Sizes
 

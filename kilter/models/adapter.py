@@ -100,11 +100,14 @@ class Adapter(nn.Module):
         """[T, N]: the layer's product y = W x, adapted."""
         return self.up(self.down(x_TK), y_TN) if self.enabled else y_TN
 
+    def matrix(self) -> Tensor:
+        """A of every projection, [r of each, K]."""
+        return torch.cat([through(p.a_uses, p.lora_a) for _, p in self.projections()])
+
     def down(self, x_TK: Tensor) -> Tensor:
         """[T, r of each projection]: A x, a sum over K in the order of the layer's own product."""
         (linear,) = self._linear
-        a_RK = torch.cat([through(p.a_uses, p.lora_a) for _, p in self.projections()])
-        return linear.ops.linear(x_TK, a_RK, None, None, splits=linear.splits)
+        return linear.ops.linear(x_TK, self.matrix(), None, None, splits=linear.splits)
 
     def up(self, z_TR: Tensor, y_TN: Tensor) -> Tensor:
         """[T, N]: y changed by what `down` returned."""

@@ -53,17 +53,24 @@ class Decoder(nn.Module):
         spec: what to build. Parameters are created uninitialised (build under
             ``torch.device("meta")`` to allocate nothing) and named as in docs/architecture.md.
         exact: row-invariant arithmetic; False takes torch's own kernels (any order of sums).
+        products: ``"bf16"`` rounds the factors of every matrix product to bfloat16
+            (`kilter.ops.linear`); part of the model's numerics, and only for exact arithmetic.
         kv_dtype: the format keys and values are rounded to before attention, in every forward,
             cached or not: it is part of the model's numerics.
         max_positions: positions the rope tables cover; default the spec's whole context.
     """
 
     def __init__(self, spec: ModelSpec, *, exact: bool = True,
-                 kv_dtype: torch.dtype = torch.float32, max_positions: int | None = None) -> None:
+                 kv_dtype: torch.dtype = torch.float32, max_positions: int | None = None,
+                 products: str = "fp32") -> None:
         super().__init__()
-        ops = exact_ops() if exact else stock_ops()
+        if not exact and products != "fp32":
+            raise ValueError(f"products is {products}, which only exact arithmetic knows; leave it "
+                             "at fp32, or leave the exact kernels on.")
+        ops = exact_ops(products) if exact else stock_ops()
         self.spec = spec
         self.exact = exact
+        self.products = products
         self.ops = ops
         self.kv_dtype = kv_dtype
         self.max_positions = max_positions or spec.max_positions

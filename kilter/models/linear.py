@@ -33,14 +33,14 @@ class Linear(nn.Module):
     adapter: nn.Module | None  # (x_TK, y_TN) -> y_TN
 
     def __init__(self, in_features: int, out_features: int, bias: bool, ops: Ops,
-                 gated: bool = False, splits: int = 1,
-                 dtype: torch.dtype = torch.float32) -> None:
+                 gated: bool = False, splits: int = 1) -> None:
         super().__init__()
         self.ops = ops
         self.gated = gated
         self.splits = splits
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_features, in_features,
+                                               dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=torch.float32)) if bias else None
         self.adapter = None
 
     def use_packed(self, weight: PackedWeight) -> None:
@@ -79,12 +79,11 @@ class Embedding(nn.Module):
     weight: Tensor | PackedWeight
     uses: tuple[Use, ...] = ()
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float, ops: Ops,
-                 dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         self.scale = scale
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
 
     def use_packed(self, weight: PackedWeight) -> None:
         """Replaces the weight by a packed one (inference only)."""

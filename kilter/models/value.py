@@ -37,7 +37,7 @@ class ValueModel(Decoder):
     def values(self, x_TD: Tensor) -> Tensor:
         """float32 [T], of hidden rows from `hidden`."""
         assert self.value is not None
-        return self.value(x_TD)[:, 0]  # type: ignore[no-any-return]
+        return self.value(x_TD)[:, 0]
 
     def logits(self, x_TD: Tensor) -> Tensor:
         raise ValueError("This model has a value head and no output head, so it gives no "

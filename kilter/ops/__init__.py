@@ -35,11 +35,15 @@ class Ops:
     argmax: Callable[[Tensor], Tensor]
     head_logprobs: Callable[..., Tensor]  # kilter.ops.head
     head_loss: Callable[..., tuple[Tensor, Tensor]]
+    products: str = "fp32"  # what the factors of products are rounded to, in backward too
 
 
 @functools.cache
-def exact_ops() -> Ops:
-    """Row-invariant ops: compiled CPU kernels, Triton on CUDA, pure torch without a compiler."""
+def exact_ops(products: str = "fp32") -> Ops:
+    """Row-invariant ops: compiled CPU kernels, Triton on CUDA, pure torch without a compiler.
+
+    ``products``: what the factors of every matrix product are rounded to, `kilter.ops.linear`.
+    """
     from kilter.ops.activation import gated_activation
     from kilter.ops.attention import attention
     from kilter.ops.embedding import embed
@@ -49,8 +53,10 @@ def exact_ops() -> Ops:
     from kilter.ops.norm import rms_norm
     from kilter.ops.rope import rope_qkv
 
-    return Ops("exact", linear, gated_linear, gated_activation, embed, rms_norm, rope_qkv,
-               attention, log_softmax, token_logprobs, argmax, head_logprobs, head_loss)
+    rounded = functools.partial(functools.partial, products=products)
+    return Ops("exact", rounded(linear), rounded(gated_linear), gated_activation, embed, rms_norm,
+               rope_qkv, attention, log_softmax, token_logprobs, argmax, rounded(head_logprobs),
+               rounded(head_loss), products)
 
 
 @functools.cache

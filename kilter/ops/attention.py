@@ -7,18 +7,16 @@ says how), so prefill, chunks of it, decode and any batch give the same bits.
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kilter.ops import reference
+from kilter.ops.band_attention import Bands, band_attention_grad
 from kilter.ops.cpu.library import Kernel, available
 from kilter.ops.dispatch import watched
 from kilter.ops.rope import KV_TYPES
-
-_BACKWARD_ROWS = 256  # query tokens whose scores the pure-torch backward pass holds at a time
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -30,16 +28,7 @@ class _AttentionArgs(ctypes.Structure):
                 ("scale", ctypes.c_float), ("kv_type", ctypes.c_int32)]
 
 
-class _AttentionGradArgs(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in
-                  ("q", "k", "v", "out", "dout", "lse", "cu_seqlens", "dq", "dk", "dv")),
-                *((name, ctypes.c_int64) for name in
-                  ("tokens", "seqs", "heads", "groups", "dim", "window")),
-                ("scale", ctypes.c_float)]
-
-
 _kernel = Kernel("kt_attention", _AttentionArgs)
-_grad_kernel = Kernel("kt_attention_grad", _AttentionGradArgs)
 
 
 def attention(q_THd: Tensor, keys: Tensor, values: Tensor, cu_seqlens_S1: Tensor, *,
@@ -185,53 +174,9 @@ _attention_op.register_autograd(_backward, setup_context=_save)
 def _attention_backward_op(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, out: Tensor,
                            lse: Tensor, scale: float,
                            window: int) -> tuple[Tensor, Tensor, Tensor]:
-    if q.is_cuda or not available():
-        return _backward_in_torch(grad, q, k, v, cu, out, lse, scale, window)
-    dtype, grad, k, v = k.dtype, grad.contiguous(), k.float(), v.float()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    tensors = (q, k, v, out, grad, lse, cu, dq, dk, dv)
-    _grad_kernel.call(*(x.data_ptr() for x in tensors), q.shape[0], cu.shape[0] - 1, q.shape[1],
-                      k.shape[1], q.shape[2], window, scale, keep=tensors)
-    return dq, dk.to(dtype), dv.to(dtype)
-
-
-def _backward_in_torch(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, out: Tensor,
-                       lse: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """With P = exp(S - lse) and D = rowsum(dO * O): dV = P' dO, dS = P (dO V' - D), dQ = scale
-    dS K, dK = scale dS' Q (arXiv 2205.14135), some query rows at a time."""
-    heads, dim, groups = q.shape[1], q.shape[2], k.shape[1]
-    per = heads // groups
-
-    def by_group(x: Tensor) -> Tensor:  # [n, G * m, ...] -> [G, m, n, ...]
-        return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).movedim(0, 2)
-
-    dtype, q, grad = q.dtype, q.float(), grad.float()
-    delta = (grad * out).sum(-1)
-    dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
-    for start, end in pairwise(cu.tolist()):
-        for first in range(start, end, _BACKWARD_ROWS):
-            last = min(first + _BACKWARD_ROWS, end)
-            low = max(start, first - window + 1) if window else start
-            key = k[low:last].float().movedim(0, 1)  # [G, n, d]
-            value = v[low:last].float().movedim(0, 1)
-            rows = slice(first, last)
-            query = by_group(q[rows]).reshape(groups, -1, dim)  # [G, R * m, d]
-            dout = by_group(grad[rows]).reshape(groups, -1, dim)
-            row = torch.arange(first, last, device=q.device).repeat(per)[:, None]
-            column = torch.arange(low, last, device=q.device)[None]
-            seen = column <= row
-            if window:
-                seen &= column > row - window
-            score = torch.bmm(query, key.mT).mul_(scale)
-            p = (score - by_group(lse[rows]).reshape(groups, -1, 1)).exp_()
-            p.masked_fill_(~seen, 0.0)
-            dv[low:last] += torch.bmm(p.mT, dout).movedim(0, 1)
-            ds = torch.bmm(dout, value.mT).sub_(by_group(delta[rows]).reshape(groups, -1, 1))
-            ds.mul_(p).mul_(scale)
-            dq_rows = torch.bmm(ds, key).view(groups, per, last - first, dim)
-            dq[rows] = dq_rows.permute(2, 0, 1, 3).reshape(last - first, heads, dim)
-            dk[low:last] += torch.bmm(ds.mT, query).movedim(0, 1)
-    return dq.to(dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv = band_attention_grad(grad, q, k, v, out, lse, Bands.causal(cu, window),
+                                     scale=scale)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @_attention_backward_op.register_fake

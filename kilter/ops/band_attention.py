@@ -4,8 +4,7 @@ A rank has some rows of a pack and meets the keys of others a part at a time. `b
 a part's result with its log-sum-exp, `merge_` joins two parts, and `band_attention_grad` gives a
 part's gradients once the log-sum-exp of the whole is known. The compiled kernels are deterministic
 whatever the threads, and a row's result depends on nothing but the row and its runs. On a causal
-pack the results are those of `kilter.ops.attention` within rounding; the gradients, given its
-results, are its gradients bit for bit.
+pack the results are those of `kilter.ops.attention` within rounding; its gradients are these.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kilter.ops.dispatch import watched
 from kilter.ops.rope import KV_TYPES
 
 NO_LOW, NO_HIGH = -2**62, 2**62  # a band without a lower, an upper bound
-_ROWS, _KEYS = 256, 512  # query tokens and keys of a tile of the pure-torch side
+_ROWS, _KEYS = 256, 2048  # query tokens and keys of a tile of the pure-torch side
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,17 @@ class Bands:
             raise ValueError(f"Bands: {'; '.join(problems)}.")
         live[:, 4:] = live[:, 4:].clip(NO_LOW, NO_HIGH)
         object.__setattr__(self, "runs", torch.from_numpy(live))
+
+    @staticmethod
+    def causal(cu_seqlens_S1: Tensor, window: int = 0) -> Bands:
+        """Of flat sequences whose tokens see themselves and those before them, all or, with a
+        window, the window - 1 nearest."""
+        cu = cu_seqlens_S1.cpu().numpy()
+        runs = np.empty((len(cu) - 1, 6), np.int64)
+        runs[:, 0] = runs[:, 2] = cu[:-1]
+        runs[:, 1] = runs[:, 3] = cu[1:]
+        runs[:, 4:] = 1 - window if window else NO_LOW, 0
+        return Bands(torch.from_numpy(runs))
 
     @cached_property
     def queries(self) -> int:

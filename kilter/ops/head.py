@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilter.ops.linear import grad_input, linear
+from kilter.ops.linear import grad_input, linear, weight_grad
 from kilter.ops.logprob import (
     check_targets,
     check_temperature,
@@ -29,7 +29,7 @@ _LOGITS = 1 << 26  # of a block: 256 MB
 
 def head_logprobs(x_TD: Tensor, weight_VD: Tensor | PackedWeight, targets_T: Tensor, *,
                   block: int | None = None, exact: bool = True,
-                  temperature: float = 1.0) -> Tensor:
+                  temperature: float = 1.0, products: str = "fp32") -> Tensor:
     """Log-probability of ``targets[t]`` under ``softmax(x W^T / temperature)``, float32 [T].
 
     Args:
@@ -39,6 +39,7 @@ def head_logprobs(x_TD: Tensor, weight_VD: Tensor | PackedWeight, targets_T: Ten
         block: most tokens whose logits are held at a time; None: about 256 MB of them.
         exact: row-invariant logits; False: torch's own product.
         temperature: what the logits are divided by (`kilter.ops.logprob.tempered`).
+        products: of the exact product, see `kilter.ops.linear`.
 
     Raises:
         ValueError: for other shapes, dtypes or layouts, a block below 1, a temperature that is not
@@ -47,21 +48,22 @@ def head_logprobs(x_TD: Tensor, weight_VD: Tensor | PackedWeight, targets_T: Ten
     block = _check("head_logprobs", x_TD, weight_VD, targets_T, block, temperature)
     if isinstance(weight_VD, PackedWeight):
         return _head_logprobs_op(x_TD, weight_VD.data, targets_T, block, exact, weight_VD.facts(),
-                                 temperature)[0]
-    return _head_logprobs_op(x_TD, weight_VD, targets_T, block, exact, [], temperature)[0]
+                                 temperature, products)[0]
+    return _head_logprobs_op(x_TD, weight_VD, targets_T, block, exact, [], temperature,
+                             products)[0]
 
 
 def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, counts_T: Tensor, *,
               block: int | None = None, exact: bool = True,
-              temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+              temperature: float = 1.0, products: str = "fp32") -> tuple[Tensor, Tensor]:
     """``-sum(counts * logprobs)`` and the log-probabilities, as of `head_logprobs`.
 
     Only the loss has a gradient, and only for ``x_TD`` and ``weight_VD``, once: it is handed over
     in the backward pass, not kept.
 
     Args:
-        x_TD, weight_VD, targets_T, block, exact, temperature: as in `head_logprobs`, the weight not
-            packed.
+        x_TD, weight_VD, targets_T, block, exact, temperature, products: as in `head_logprobs`, the
+            weight not packed.
         counts_T: float32 [T], what each token counts: 1 / tokens for a mean, 0 to leave one out.
 
     Returns:
@@ -77,7 +79,7 @@ def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, counts_T: Tens
     grads = torch.is_grad_enabled()
     loss, logprobs, _, _ = _head_loss_op(
         x_TD, weight_VD, targets_T, counts_T, block, exact,
-        grads and x_TD.requires_grad, grads and weight_VD.requires_grad, temperature)
+        grads and x_TD.requires_grad, grads and weight_VD.requires_grad, temperature, products)
     return loss, logprobs.detach()
 
 
@@ -96,9 +98,10 @@ def _check(op: str, x: Tensor, weight: Tensor | PackedWeight, targets: Tensor,
     return -(-x.shape[0] // blocks) if blocks else block  # of equal size
 
 
-def _logits(x: Tensor, weight: Tensor | PackedWeight, exact: bool, temperature: float) -> Tensor:
+def _logits(x: Tensor, weight: Tensor | PackedWeight, exact: bool, temperature: float,
+            products: str) -> Tensor:
     if exact:
-        return tempered(linear(x, weight), temperature, in_place=True)
+        return tempered(linear(x, weight, products=products), temperature, in_place=True)
     dense = weight if isinstance(weight, Tensor) else weight.dequantize()
     return tempered(F.linear(x, dense), temperature, in_place=True)
 
@@ -111,8 +114,9 @@ class _Grads:
     """Gathers the gradients of x [T, D] and of the weight [V, D] block by block."""
 
     def __init__(self, x: Tensor, weight: Tensor | PackedWeight, for_x: bool,
-                 for_weight: bool) -> None:
+                 for_weight: bool, products: str) -> None:
         self.x, self.weight = x, weight
+        self.halved = products == "bf16"
         self.dx = torch.empty_like(x) if for_x else x.new_empty(0)
         self.dw = x.new_zeros(weight.shape if for_weight and not len(x) else 0)
         self.for_x, self.for_weight = for_x, for_weight
@@ -122,8 +126,11 @@ class _Grads:
         """Of rows with these logits (which are overwritten) and gradients of log-probability."""
         dlogits = logprob_grad(logits, lse, targets, grad, logits)
         if self.for_x:
-            self.dx[rows] = grad_input(dlogits, self.weight)
-        if self.for_weight and rows.start == 0:
+            self.dx[rows] = grad_input(dlogits, self.weight, self.halved)
+        if self.for_weight and self.halved:
+            dw = weight_grad(self.x[rows].bfloat16(), dlogits)
+            self.dw = dw if rows.start == 0 else self.dw.add_(dw)
+        elif self.for_weight and rows.start == 0:
             self.dw = dlogits.t() @ self.x[rows]
         elif self.for_weight:
             self.dw.addmm_(dlogits.t(), self.x[rows])
@@ -135,11 +142,12 @@ def _blocks(tokens: int, block: int) -> list[slice]:
 
 @torch.library.custom_op("kilter::head_logprobs", mutates_args=())
 def _head_logprobs_op(x: Tensor, weight: Tensor, targets: Tensor, block: int, exact: bool,
-                      facts: list[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+                      facts: list[int], temperature: float,
+                      products: str) -> tuple[Tensor, Tensor]:
     """Log-probabilities and log-sum-exp."""
     out, lse = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in "ab")
     for rows in _blocks(x.shape[0], block):
-        logits = _logits(x[rows], _weight(weight, facts), exact, temperature)
+        logits = _logits(x[rows], _weight(weight, facts), exact, temperature, products)
         out[rows], lse[rows] = token_logprobs_and_lse(logits, targets[rows])
         del logits  # before the next are made
     return out, lse
@@ -147,21 +155,21 @@ def _head_logprobs_op(x: Tensor, weight: Tensor, targets: Tensor, block: int, ex
 
 @_head_logprobs_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, block: int, exact: bool,
-      facts: list[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+      facts: list[int], temperature: float, products: str) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], dtype=torch.float32)
     return out, torch.empty_like(out)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, targets, ctx.block, ctx.exact, ctx.facts, ctx.temperature = inputs
+    x, weight, targets, ctx.block, ctx.exact, ctx.facts, ctx.temperature, ctx.products = inputs
     ctx.save_for_backward(x, weight, targets, output[1])
 
 
 def _backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
     for_x, for_weight = ctx.needs_input_grad[:2]
     dx, dw = _head_grad_op(grad, *ctx.saved_tensors, ctx.block, ctx.exact, ctx.facts, for_x,
-                           for_weight, ctx.temperature)
-    return dx if for_x else None, dw if for_weight else None, *[None] * 5
+                           for_weight, ctx.temperature, ctx.products)
+    return dx if for_x else None, dw if for_weight else None, *[None] * 6
 
 
 _head_logprobs_op.register_autograd(_backward, setup_context=_save)
@@ -170,12 +178,12 @@ _head_logprobs_op.register_autograd(_backward, setup_context=_save)
 @torch.library.custom_op("kilter::head_logprobs_grad", mutates_args=())
 def _head_grad_op(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor,
                   block: int, exact: bool, facts: list[int], for_x: bool, for_weight: bool,
-                  temperature: float) -> tuple[Tensor, Tensor]:
+                  temperature: float, products: str) -> tuple[Tensor, Tensor]:
     matrix = _weight(weight, facts)
     grad = grad if temperature == 1.0 else grad / temperature
-    grads = _Grads(x, matrix, for_x, for_weight)
+    grads = _Grads(x, matrix, for_x, for_weight, products)
     for rows in _blocks(x.shape[0], block):
-        logits = _logits(x[rows], matrix, exact, temperature)
+        logits = _logits(x[rows], matrix, exact, temperature, products)
         grads.add(rows, logits, lse[rows], targets[rows], grad[rows])
         del logits
     return grads.dx, grads.dw.to(weight.dtype)
@@ -184,21 +192,21 @@ def _head_grad_op(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse:
 @_head_grad_op.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, block: int,
       exact: bool, facts: list[int], for_x: bool, for_weight: bool,
-      temperature: float) -> tuple[Tensor, Tensor]:
+      temperature: float, products: str) -> tuple[Tensor, Tensor]:
     return (torch.empty_like(x) if for_x else x.new_empty(0),
             torch.empty_like(weight) if for_weight else weight.new_empty(0))
 
 
 @torch.library.custom_op("kilter::head_loss", mutates_args=())
 def _head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, block: int,
-                  exact: bool, for_x: bool, for_weight: bool,
-                  temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                  exact: bool, for_x: bool, for_weight: bool, temperature: float,
+                  products: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, log-probabilities, and the gradients of x and of the weight."""
     scaled = counts if temperature == 1.0 else counts / temperature
     out = x.new_empty(x.shape[0], dtype=torch.float32)
-    grads = _Grads(x, weight, for_x, for_weight)
+    grads = _Grads(x, weight, for_x, for_weight, products)
     for rows in _blocks(x.shape[0], block):
-        logits = _logits(x[rows], weight, exact, temperature)
+        logits = _logits(x[rows], weight, exact, temperature, products)
         out[rows], lse = token_logprobs_and_lse(logits, targets[rows])
         if for_x or for_weight:
             grads.add(rows, logits, lse, targets[rows], -scaled[rows])
@@ -210,8 +218,8 @@ def _head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, bl
 
 @_head_loss_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, block: int, exact: bool,
-      for_x: bool, for_weight: bool,
-      temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      for_x: bool, for_weight: bool, temperature: float,
+      products: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32),
             torch.empty_like(x) if for_x else x.new_empty(0),
             torch.empty_like(weight) if for_weight else weight.new_empty(0))
@@ -229,7 +237,7 @@ def _loss_backward(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-de
     ctx.grads = None
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     return (_times(dx, grad) if needs_x else None, _times(dw, grad) if needs_weight else None,
-            *[None] * 7)
+            *[None] * 8)
 
 
 def _times(x: Tensor, factor: Tensor) -> Tensor:

@@ -8,6 +8,10 @@ row's bits depend on nothing but the row, and training and inference agree.
 With ``splits`` V the chain is cut in V equal parts of K whose sums are added in a balanced binary
 tree (of an odd number of parts the left half takes one more): the order of a layer whose K is
 spread over ranks, whatever their number, as long as each holds a subtree.
+
+With ``products="bf16"`` x and W are rounded to bfloat16 first (numbers below 2^-126 to zero), and
+each chain takes the k of a pair (0, 1), (2, 3), … odd one first: what AVX512-BF16's VDPBF16PS
+does, twice as fast where there is that instruction; with the same bits where there is not.
 """
 
 from __future__ import annotations
@@ -25,20 +29,22 @@ from kilter.ops.dispatch import watched
 from kilter.ops.packed import Matrix, PackedWeight, plain_matrix
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PRODUCTS = ("fp32", "bf16")  # formats that the factors of a product may be rounded to
 
 
 class _LinearArgs(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("residual", ctypes.c_void_p),
                 ("y", ctypes.c_void_p), ("rows", ctypes.c_int64), ("ldx", ctypes.c_int64),
                 ("ld_residual", ctypes.c_int64), ("w", Matrix), ("splits", ctypes.c_int32),
-                ("activation", ctypes.c_int32)]
+                ("activation", ctypes.c_int32), ("halved", ctypes.c_int32),
+                ("x_bf16", ctypes.c_int32)]
 
 
 _kernel = Kernel("kt_linear", _LinearArgs)
 
 
 def linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None,
-           residual: Tensor | None = None, *, splits: int = 1) -> Tensor:
+           residual: Tensor | None = None, *, splits: int = 1, products: str = "fp32") -> Tensor:
     """``x W^T + bias``, then ``residual + `` that (two fp32 additions, in this order).
 
     Args:
@@ -47,6 +53,7 @@ def linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = No
         bias: float [N].
         residual: float32 [T, N]; rows may be strided.
         splits: parts of K, which it must divide.
+        products: ``"bf16"`` rounds the factors; x may then be bfloat16. On the CPU only.
 
     Returns:
         float32 [T, N].
@@ -54,15 +61,15 @@ def linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = No
     Raises:
         ValueError: for other shapes, dtypes or layouts.
     """
-    _check(x_TK, weight, bias, residual, splits)
+    halved = _check(x_TK, weight, bias, residual, splits, products)
     tensor = weight if isinstance(weight, Tensor) else None
     if x_TK.is_meta or watched(x_TK, tensor, bias, residual):
-        return _through_torch(x_TK, weight, bias, residual, splits)
-    return _forward(x_TK, weight, bias, residual, splits)
+        return _through_torch(x_TK, weight, bias, residual, splits, halved)
+    return _forward(x_TK, weight, bias, residual, splits, halved)
 
 
 def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None,
-                 activation: str = "silu", *, splits: int = 1) -> Tensor:
+                 activation: str = "silu", *, splits: int = 1, products: str = "fp32") -> Tensor:
     """``activation(gate) * up`` with [gate | up] = ``linear(x, weight, bias)``, bit for bit.
 
     Args:
@@ -70,7 +77,7 @@ def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | Non
         weight: [2F, K], rows [gate; up], as in `linear`.
         bias: float [2F].
         activation: ``"silu"`` or ``"gelu_tanh"``, see `kilter.ops.activation`.
-        splits: as in `linear`.
+        splits, products: as in `linear`.
 
     Returns:
         float32 [T, F].
@@ -79,7 +86,7 @@ def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | Non
         ValueError: for other shapes, dtypes, layouts or activations, and for a packed weight
             whose F is not a multiple of 16 and that was not packed with ``gated=True``.
     """
-    _check(x_TK, weight, bias, None, splits)
+    halved = _check(x_TK, weight, bias, None, splits, products)
     if activation not in ACTIVATIONS:
         raise ValueError(f"The activation is {activation!r}; it must be one of "
                          f"{', '.join(ACTIVATIONS)}.")
@@ -95,11 +102,13 @@ def gated_linear(x_TK: Tensor, weight: Tensor | PackedWeight, bias: Tensor | Non
     else:
         tensor = weight
     if x_TK.is_meta or watched(x_TK, tensor, bias):
-        return gated_activation(_through_torch(x_TK, weight, bias, None, splits), activation)
-    return _forward(x_TK, weight, bias, None, splits, activation)
+        return gated_activation(_through_torch(x_TK, weight, bias, None, splits, halved),
+                                activation)
+    return _forward(x_TK, weight, bias, None, splits, halved, activation)
 
 
-def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight,
+                      products: str = "fp32") -> Tensor:
     """The gradient of `linear` by x: ``dy W``, float32 [T, K], through the same kernel (one chain
     over N), so row-invariant too. ``dy_TN``: float32 [T, N], N contiguous.
 
@@ -108,7 +117,7 @@ def linear_grad_input(dy_TN: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     """
     if isinstance(weight, PackedWeight):
         weight = weight.dequantize()
-    return linear(dy_TN, weight.t())
+    return linear(dy_TN, weight.t(), products=products)
 
 
 def defer_weight_grad(weight: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -124,8 +133,12 @@ def defer_weight_grad(weight: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def weight_grad(x_TK: Tensor, dy_TN: Tensor) -> Tensor:
-    """The gradient of `linear` by its weight, [N, K]."""
-    return dy_TN.t() @ x_TK
+    """The gradient of `linear` by its weight, [N, K], from what a backward pass has of its x: where
+    that is bfloat16, the factors are."""
+    if x_TK.dtype == dy_TN.dtype:
+        return dy_TN.t() @ x_TK
+    dy_NT = dy_TN.t().to(torch.bfloat16, memory_format=torch.contiguous_format)
+    return linear(dy_NT, x_TK.t(), products="bf16")
 
 
 def tree_shares(splits: int, ranks: int) -> list[int]:
@@ -161,27 +174,35 @@ def tree_add(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
-           residual: Tensor | None, splits: int) -> None:
+           residual: Tensor | None, splits: int, products: str) -> bool:
+    """Whether factors are rounded."""
+    if products not in PRODUCTS:
+        raise ValueError(f"products is {products!r}; it must be one of {', '.join(PRODUCTS)}.")
+    halved = products == "bf16"
     if x.is_cuda:
         if isinstance(weight, PackedWeight):
             raise ValueError("A packed weight is for the CPU, but x is on a GPU: use the plain "
                              "tensor there.")
-        return  # the CUDA side checks for itself: it takes other dtypes
+        if halved:
+            raise ValueError("products = bf16 is for CPUs; on a GPU make x and the weight bfloat16 "
+                             "themselves.")
+        return False  # the CUDA side checks the rest for itself: it takes other dtypes
     rows, k = weight.shape
-    if (x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == k and _rows_contiguous(x)
+    dtypes = (torch.float32, torch.bfloat16) if halved else (torch.float32,)
+    if (x.dtype in dtypes and x.dim() == 2 and x.shape[1] == k and _rows_contiguous(x)
             and (isinstance(weight, PackedWeight) or weight.dtype in _DTYPES)
             and (bias is None or (bias.shape == (rows,) and bias.dtype in _DTYPES))
             and (residual is None or (residual.shape == (x.shape[0], rows)
                                       and residual.dtype == torch.float32
                                       and _rows_contiguous(residual)))
             and (splits == 1 or (splits > 1 and k % splits == 0))):
-        return
+        return halved
     problems = []
     if x.dim() != 2 or x.shape[1] != k:
         problems.append(f"x has shape {tuple(x.shape)}, but the weight [{rows}, {k}] needs "
                         f"[T, {k}]")
-    if x.dtype != torch.float32:
-        problems.append(f"x is {x.dtype}; linear computes in float32")
+    if x.dtype not in dtypes:
+        problems.append(f"x is {x.dtype}; it must be {' or '.join(map(str, dtypes))}")
     elif x.dim() == 2 and not _rows_contiguous(x):
         problems.append(f"the rows of x are not contiguous (strides {x.stride()}); call "
                         ".contiguous() first")
@@ -205,7 +226,8 @@ def _rows_contiguous(x: Tensor) -> bool:
 
 
 def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
-             residual: Tensor | None, splits: int, activation: str | None = None) -> Tensor:
+             residual: Tensor | None, splits: int, halved: bool,
+             activation: str | None = None) -> Tensor:
     if x.is_cuda:
         from kilter.ops.cuda import linear as cuda
 
@@ -215,6 +237,8 @@ def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
         return cuda.gated_linear(x, weight, bias, activation, splits=splits)
     if not available():
         dense = weight if isinstance(weight, Tensor) else weight.dequantize()
+        if halved:
+            x, dense = x.bfloat16().float(), dense.bfloat16().float()
         y = _reference(x, dense, splits)
         y = y if bias is None else y + bias
         if activation is not None:
@@ -230,7 +254,7 @@ def _forward(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
         x.data_ptr(), None if bias is None else bias.data_ptr(),
         None if residual is None else residual.data_ptr(), y.data_ptr(), x.shape[0], x.stride(0),
         0 if residual is None else residual.stride(0), matrix, splits,
-        -1 if activation is None else ACTIVATIONS[activation],
+        -1 if activation is None else ACTIVATIONS[activation], halved, x.dtype == torch.bfloat16,
         keep=(x, weight, bias, residual, y))
     return y
 
@@ -245,17 +269,17 @@ def _reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
 
 
 def _through_torch(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
-                   residual: Tensor | None, splits: int) -> Tensor:
+                   residual: Tensor | None, splits: int, halved: bool) -> Tensor:
     if isinstance(weight, PackedWeight):
-        return _linear_op(x, weight.data, bias, residual, splits, weight.facts())
-    return _linear_op(x, weight, bias, residual, splits, [])
+        return _linear_op(x, weight.data, bias, residual, splits, weight.facts(), halved)
+    return _linear_op(x, weight, bias, residual, splits, [], halved)
 
 
 # `facts` is empty for a plain weight, and says what a packed one's bytes are.
 @torch.library.custom_op("kilter::linear", mutates_args=())
 def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-               splits: int, facts: list[int]) -> Tensor:
-    return _forward(x, _weight(weight, facts), bias, residual, splits)
+               splits: int, facts: list[int], halved: bool) -> Tensor:
+    return _forward(x, _weight(weight, facts), bias, residual, splits, halved)
 
 
 def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
@@ -264,14 +288,17 @@ def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
 
 @_linear_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, splits: int,
-      facts: list[int]) -> Tensor:
-    return x.new_empty(x.shape[0], _weight(weight, facts).shape[0])
+      facts: list[int], halved: bool) -> Tensor:
+    return x.new_empty(x.shape[0], _weight(weight, facts).shape[0],
+                       dtype=torch.float32 if halved else x.dtype)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, bias, _, _, ctx.facts = inputs
+    x, weight, bias, _, _, ctx.facts, ctx.halved = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.deferred = getattr(weight, "deferred", None)
+    if ctx.halved:  # half the memory, and all that a product takes of it
+        x = x.bfloat16()
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
@@ -280,22 +307,22 @@ def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     dense = grad.contiguous()
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
-        dx = grad_input(dense, _weight(weight, ctx.facts))
+        dx = grad_input(dense, _weight(weight, ctx.facts), ctx.halved)
     if ctx.deferred is not None:
         ctx.deferred.append((x, dense))
     elif ctx.needs_input_grad[1]:
         dw = weight_grad(x, dense).to(weight.dtype)
     if ctx.needs_input_grad[2]:
         db = dense.sum(0).to(ctx.bias_dtype)
-    return dx, dw, db, grad if ctx.needs_input_grad[3] else None, None, None
+    return dx, dw, db, grad if ctx.needs_input_grad[3] else None, None, None, None
 
 
-def grad_input(dy: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+def grad_input(dy: Tensor, weight: Tensor | PackedWeight, halved: bool = False) -> Tensor:
     """`linear_grad_input` where row-invariance is not asked for: for an fp32 matrix torch's
     product, the same from run to run, is the faster one."""
-    if isinstance(weight, Tensor) and weight.dtype == dy.dtype:
+    if isinstance(weight, Tensor) and weight.dtype == dy.dtype and not halved:
         return dy @ weight
-    return linear_grad_input(dy, weight)
+    return linear_grad_input(dy, weight, "bf16" if halved else "fp32")
 
 
 _linear_op.register_autograd(_backward, setup_context=_save)

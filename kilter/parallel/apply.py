@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kilter.comm.axis import Axis
 from kilter.mesh.mesh import Mesh
+from kilter.models.adapter import PROJECTIONS, arrangement
 from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.init import initial
@@ -200,7 +201,7 @@ def apply(model: Decoder, mesh: Mesh, *, recompute: Recompute | None = None,
     sequence = bool(layout.sequence_parallel) and tensor.size > 1
     context = context or ContextConfig()
     check_context(model.spec, layout, context)
-    shards = apply_tensor(model, tensor, kv_sharers(model.spec, mesh), sequence)
+    shards = apply_tensor(model, tensor, kv_sharers(model.spec, mesh), sequence, layout.overlap_tp)
     if weights != torch.float32:
         round_weights(model, weights)
     if recompute is not None:
@@ -266,6 +267,9 @@ def _make_part(decoder: Decoder, mesh: Mesh, shards: dict[str, Shard], tensor: A
         data = ShardedStates(trained, shards, axis, replicate, zero)
     else:
         data = FullyShardedStates(stage, trained, shards, axis, replicate, deferred)
+    for held in data.held:
+        held.fused = _fused(decoder.spec, held.name)
+    if zero == 3:
         frozen = FullyShardedStates(stage, {n: p for n, p in every.items() if n not in trained},
                                     shards, axis, replicate, deferred)
         return Part(stage, data, split), {h.name: (h.tensor, h.shard)
@@ -273,6 +277,15 @@ def _make_part(decoder: Decoder, mesh: Mesh, shards: dict[str, Shard], tensor: A
     counts = mesh.axis("dp_cp").index == 0  # of data-parallel ranks, which have the same elements
     return Part(stage, data, split), {name: (p, shards[name].owned_by(counts))
                                       for name, p in every.items()}
+
+
+def _fused(spec: ModelSpec, name: str) -> tuple[int, tuple[int, ...]] | None:
+    """See `Held.fused`."""
+    kind = name.split(".")[-2]
+    if len(PROJECTIONS.get(kind, ())) < 2:
+        return None
+    groups, widths = arrangement(spec, kind)
+    return groups, tuple(widths.values())
 
 
 def _union(model: Decoder, parts: Mapping[int, Part]) -> Decoder:

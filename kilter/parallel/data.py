@@ -40,11 +40,14 @@ class Held:
         name: the parameter's.
         tensor: its local elements; ``grad`` is set by `DataParallel.finish`.
         shard: which elements of the whole these are, and whether this rank counts for them.
+        fused: of a matrix that is several: the equal groups that its rows are in, and how many
+            each of the matrices has in a group, in order (`kilter.models.adapter.arrangement`).
     """
 
     name: str
     tensor: nn.Parameter
     shard: Shard
+    fused: tuple[int, tuple[int, ...]] | None = None
 
 
 class DataParallel(Protocol):
@@ -61,7 +64,8 @@ class DataParallel(Protocol):
         module's own hooks cannot see them)."""
 
     def finish(self) -> None:
-        """Waits until every ``held.tensor.grad`` is the sum over all ranks."""
+        """Waits until every ``held.tensor.grad`` is the sum over all ranks; zeros where a parameter
+        took no part on any."""
 
     def updated(self) -> None:
         """Brings what the optimizer changed to where the model reads it; gradients are dropped."""
@@ -94,6 +98,8 @@ class Replicated:
             for parameter, grad in zip(bucket, _views(flat, bucket), strict=True):
                 parameter.grad = grad
         self._sent.clear()
+        for held in self.held:  # one rank has sent nothing; that it took no part is no difference
+            held.tensor.grad = _grad(held.tensor)
 
     def updated(self) -> None:
         for held in self.held:
@@ -181,7 +187,7 @@ class ShardedStates:
             return
         self._settle(left=1)
         lengths = self._lengths(bucket)
-        flat = torch.zeros(self._axis.size, max(lengths), device=bucket[0].device)
+        flat = bucket[0].new_zeros(self._axis.size, max(lengths))
         for r, line in enumerate(flat):
             at = 0
             for p in bucket:

@@ -22,6 +22,7 @@ from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.linear import through
 from kilter.ops import Ops
+from kilter.ops.linear import grad_input, weight_grad
 from kilter.ops.logprob import (
     check_temperature,
     chunk_sums,
@@ -158,8 +159,12 @@ class _Logprobs(torch.autograd.Function):
                                 grad_T[block], logits_TV)
             if ctx.with_entropy:
                 d_TV = d_TV.add_(other_TV)
-            dx_TD[block] = d_TV @ weight_VD
-            dw_VD.addmm_(d_TV.t(), x_TD[block])
+            if ctx.ops.products == "bf16":
+                dx_TD[block] = grad_input(d_TV, weight_VD, halved=True)
+                dw_VD.add_(weight_grad(x_TD[block].bfloat16(), d_TV))
+            else:
+                dx_TD[block] = d_TV @ weight_VD
+                dw_VD.addmm_(d_TV.t(), x_TD[block])
         return dx_TD, dw_VD, *[None] * 7
 
 

@@ -14,7 +14,7 @@ from kilter.parallel.data import Held
 
 @torch.no_grad()
 def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0,
-                  device: torch.device | str = "cpu") -> float:
+                  device: torch.device | str = "cpu", finite: bool = True) -> float:
     """Norm of the whole model's gradient, the same number on every rank.
 
     Every element counts once: of ranks that hold the same one, its owner counts it. One all-reduce
@@ -23,11 +23,13 @@ def gradient_norm(held: Sequence[Held], world: Axis, order: float = 2.0,
     Args:
         order: p of the p-norm, ``inf`` too.
         device: of the model; a rank may hold nothing that is trained.
+        finite: False on a rank where something else is not, and the norm is not on any rank: all
+            learn at once that the step is not to be taken.
     """
     parts = [part for h in held if h.tensor.grad is not None
              for _, own, part in h.shard.parts(h.tensor.grad) if own and part.numel()]
     device = held[0].tensor.device if held else device
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.full((), 0.0 if finite else torch.nan, dtype=torch.float64, device=device)
     if math.isinf(order):
         for part in parts:
             total = torch.maximum(total, part.abs().max().double())
@@ -50,8 +52,8 @@ def clip_gradients(held: Sequence[Held], norm: float, max_norm: float) -> None:
                 h.tensor.grad.mul_(max_norm / (norm + 1e-6))
 
 
-def culprits(held: Sequence[Held], limit: int = 5) -> list[str]:
-    """Names of parameters whose gradient on this rank is not finite, at most ``limit``."""
-    bad = (h.name for h in held
-           if h.tensor.grad is not None and not bool(torch.isfinite(h.tensor.grad).all()))
-    return [name for name, _ in zip(bad, range(limit), strict=False)]
+def culprits(held: Sequence[Held]) -> list[str]:
+    """Names of parameters whose gradient on this rank is not finite, as backward comes to them: it
+    spoils what lies before, so where it began is first."""
+    return [h.name for h in reversed(held)
+            if h.tensor.grad is not None and not bool(torch.isfinite(h.tensor.grad).all())]

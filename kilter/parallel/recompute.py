@@ -44,6 +44,10 @@ class Recompute:
         unknown = [p for p in self.parts if p not in PARTS]
         if unknown or (self.mode == "selective" and not self.parts):
             problems.append(f"parts are {list(self.parts)} but must be some of {', '.join(PARTS)}")
+        for name, mode in (("every", "full"), ("parts", "selective")):
+            if self.mode != mode and getattr(self, name) != getattr(Recompute, name):
+                problems.append(f"{name} is set, but mode is {self.mode}; leave it out, or set "
+                                f"mode to {mode}")
         if problems:
             raise ValueError(f"Recompute cannot be so: {'; '.join(problems)}.")
 
@@ -67,5 +71,5 @@ def apply_recompute(model: Decoder, recompute: Recompute) -> None:
 
 def _recomputed(module: nn.Module) -> None:
     # Only the module's own forward is wrapped: hooks around it (FSDP's) stay outside.
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False,  # type: ignore[method-assign]
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False,
                              preserve_rng_state=False)

@@ -5,9 +5,10 @@
                                                                        hold T / tp tokens a rank
 
 (arXiv 1909.08053, 2205.05198.) Sums are taken in a fixed tree, so an exact forward has the bits of
-one rank. Gradients of weights that every rank holds but uses on its own part (norms under sequence
-parallelism, q and k norms, shared KV heads) are summed where the weight is used, so whatever lies
-around (FSDP, accumulation, pipelines) sees the true gradient.
+one rank. Under sequence parallelism layers can compute while their rows travel
+(`kilter.parallel.overlap`). Gradients of weights that every rank holds but uses on its own part
+(norms under sequence parallelism, q and k norms, shared KV heads) are summed where the weight is
+used, so whatever lies around (FSDP, accumulation, pipelines) sees the true gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from kilter.models.linear import Embedding, Linear, Use, through
 from kilter.models.norm import RMSNorm
 from kilter.models.spec import ModelSpec
 from kilter.models.value import ValueHead
+from kilter.ops.packed import PackedWeight
 from kilter.parallel.heads import Part, out_columns, qkv_boxes, split_model
+from kilter.parallel.overlap import gathered_linear, summed_linear
 from kilter.parallel.shards import Box, Shard
 
 
@@ -44,12 +47,28 @@ class ColumnLinear(Linear):
 
     axis: Axis
     sequence: bool
+    overlap: bool
 
     def forward(self, x_TK: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.overlap:
+            y_TN = self._overlapped(x_TK)
+            return y_TN if residual is None else residual + y_TN
         return super().forward(whole_rows(x_TK, self.axis, self.sequence), residual)
 
     def forward_gated(self, x_TK: Tensor, activation: str) -> Tensor:
+        if self.overlap:
+            return self.ops.gated_activation(self._overlapped(x_TK), activation)
         return super().forward_gated(whole_rows(x_TK, self.axis, self.sequence), activation)
+
+    def _overlapped(self, x_TK: Tensor) -> Tensor:
+        weight = _plain(through(self.uses, self.weight))
+        bias = None if self.bias is None else through(self.bias_uses, self.bias)
+        y_TN, x_TK = gathered_linear(x_TK, weight, bias if self.adapter is None else None, self.ops,
+                                     self.axis, splits=self.splits)
+        if self.adapter is None:
+            return y_TN
+        y_TN = self.adapter(x_TK, y_TN)
+        return y_TN if bias is None else y_TN + bias
 
 
 class RowLinear(Linear):
@@ -57,21 +76,33 @@ class RowLinear(Linear):
 
     axis: Axis
     sequence: bool
+    overlap: bool
 
     def forward(self, x_TK: Tensor, residual: Tensor | None = None) -> Tensor:
         adapter = self.adapter
+        weights = [through(self.uses, self.weight)]
         if isinstance(adapter, Adapter) and adapter.enabled:
             # Both sums over K in one exchange; what follows them is then any one rank's arithmetic.
-            base_TN = self.ops.linear(x_TK, through(self.uses, self.weight), None, None,
-                                      splits=self.splits)
-            both = summed(torch.cat([base_TN, adapter.down(x_TK)], dim=1), self.axis, self.sequence)
-            y_TN, z_TR = both.tensor_split([base_TN.shape[1]], dim=1)
+            weights.append(adapter.matrix())
+            both = self._sums(x_TK, weights)
+            y_TN, z_TR = both.tensor_split([weights[0].shape[0]], dim=1)
             y_TN = adapter.up(z_TR, y_TN)
         else:
-            y_TN = summed(self.product(x_TK), self.axis, self.sequence)
+            y_TN = self._sums(x_TK, weights)
         if self.bias is not None:
             y_TN = y_TN + through(self.bias_uses, self.bias)
         return y_TN if residual is None else residual + y_TN
+
+    def _sums(self, x_TK: Tensor, weights: list[Tensor | PackedWeight]) -> Tensor:
+        """The products by the weights, summed over the ranks, side by side."""
+        if self.overlap:
+            share(x_TK.shape[0], self.axis)
+            return summed_linear(x_TK, [_plain(weight) for weight in weights], self.ops, self.axis,
+                                 splits=self.splits)
+        parts = [self.ops.linear(x_TK, weight, None, None, splits=self.splits)
+                 for weight in weights]
+        return summed(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), self.axis,
+                      self.sequence)
 
 
 class VocabEmbedding(Embedding):
@@ -99,6 +130,11 @@ class VocabEmbedding(Embedding):
         return super().logits(whole_rows(x_TD, self.axis, self.sequence))
 
 
+def _plain(weight: Tensor | PackedWeight) -> Tensor:
+    assert isinstance(weight, Tensor)  # a packed one is for inference, where nothing overlaps
+    return weight
+
+
 def whole_rows(x_TD: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """All tokens' rows, for a product whose outputs are spread over the axis."""
     if sequence:
@@ -114,15 +150,25 @@ def summed(part_TD: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """
     if not sequence:
         return reduce_from(part_TD, axis)
-    rows, rest = divmod(part_TD.shape[0], axis.size)
+    return scatter_rows(part_TD, axis, [share(part_TD.shape[0], axis)] * axis.size)
+
+
+def share(tokens: int, axis: Axis) -> int:
+    """How many of a batch's tokens each rank has under sequence parallelism.
+
+    Raises:
+        ValueError: if they cannot be shared evenly.
+    """
+    rows, rest = divmod(tokens, axis.size)
     if rest:
         raise ValueError(f"Sequence parallelism needs a number of tokens that is a multiple of "
-                         f"{axis.name} = {axis.size}, but a batch has {part_TD.shape[0]}; pad it "
-                         f"or turn sequence parallelism off.")
-    return scatter_rows(part_TD, axis, [rows] * axis.size)
+                         f"{axis.name} = {axis.size}, but a batch has {tokens}; pad it or turn "
+                         f"sequence parallelism off.")
+    return rows
 
 
-def apply_tensor(model: Decoder, axis: Axis, sharers: Axis, sequence: bool) -> dict[str, Shard]:
+def apply_tensor(model: Decoder, axis: Axis, sharers: Axis, sequence: bool, overlap: bool = False
+                 ) -> dict[str, Shard]:
     """Turns a decoder (on any device, meta too) into this rank's part of one.
 
     Parameters keep their names and get this rank's shapes; what they hold is to be loaded.
@@ -130,6 +176,8 @@ def apply_tensor(model: Decoder, axis: Axis, sharers: Axis, sequence: bool) -> d
     Args:
         sharers: the ranks of ``axis`` that hold the same KV head (`Part.sharers`).
         sequence: spread norms and the residual over tokens.
+        overlap: with ``sequence``, layers compute while their rows travel
+            (`kilter.parallel.overlap`).
 
     Returns:
         What this rank has of every parameter, by name.
@@ -148,11 +196,12 @@ def apply_tensor(model: Decoder, axis: Axis, sharers: Axis, sequence: bool) -> d
                 module.uses = (partial(sum_grads, axis=axis),)
         elif isinstance(module, Linear):
             if leaf in ("out", "down"):
-                _become(module, RowLinear, axis=axis, sequence=sequence, splits=part.leaves)
+                _become(module, RowLinear, axis=axis, sequence=sequence, overlap=overlap,
+                        splits=part.leaves)
                 if sequence:
                     module.bias_uses = (partial(sum_grads, axis=axis),)
             else:
-                _become(module, ColumnLinear, axis=axis, sequence=sequence)
+                _become(module, ColumnLinear, axis=axis, sequence=sequence, overlap=overlap)
                 if leaf == "qkv" and len(part.sharers) > 1:
                     rows = part.spec.num_heads * spec.head_dim  # one group: its queries, then k, v
                     use: Use = partial(shared_rows, start=rows, axis=sharers)

@@ -1,4 +1,4 @@
-"""Pictures of who does what when: spans on tracks, as SVG, as an HTML page, as a Perfetto trace.
+"""Pictures of who does what when: spans on tracks, as SVG, as a Perfetto trace.
 
 A track is a rank, a stream or a thread. The drawings read on light and on dark pages: boxes bring
 their own background, and what stands beside them follows the reader's colour scheme.
@@ -106,33 +106,6 @@ def svg(spans: Sequence[Span], tracks: Sequence[str] = (), title: str = "",
         out.append(f'<text x="{x + 4}" y="{y + 14}">{escape(name)}</text>')
         x += 22 + 7 * len(name)
     return "\n".join([*out, "</svg>"]) + "\n"
-
-
-def html(spans: Sequence[Span], tracks: Sequence[str] = (), title: str = "Timeline",
-         unit: str = "", width: int = 1100, kinds: Mapping[str, str] | None = None) -> str:
-    """A page with the drawing, whose boxes tell their times when pointed at, and how long each
-    track is busy with what (where spans of a track overlap, both count).
-
-    Raises:
-        ValueError: as `svg`.
-    """
-    names, legend = _names(spans, tracks), _legend(spans, kinds)
-    whole = max(span.end for span in spans) - min(span.start for span in spans)
-    head = "".join(f"<th>{escape(text)}</th>" for text in ("", *legend.values(), "busy"))
-    rows = []
-    for track, name in enumerate(names):
-        times = [sum(span.end - span.start for span in spans
-                     if span.track == track and span.kind == kind) for kind in legend]
-        busy = f"{100 * sum(times) / whole:.1f} %" if whole else ""
-        cells = "".join(f"<td>{text}</td>" for text in (*(f"{time:g}" for time in times), busy))
-        rows.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f"<title>{escape(title)}</title>\n<style>\n:root {{ color-scheme: light dark }}\n"
-            "body { font: 15px system-ui, sans-serif; margin: 2em auto; max-width: 72em }\n"
-            "div { overflow-x: auto } td, th { padding: .2em .8em; text-align: right }\n</style>"
-            f"</head>\n<body><h1>{escape(title)}</h1>\n"
-            f"<div>{svg(spans, tracks, title, unit, width, kinds)}</div>\n"
-            f"<table><tr>{head}</tr>\n{chr(10).join(rows)}</table></body></html>\n")
 
 
 def perfetto(spans: Sequence[Span], tracks: Sequence[str] = (), title: str = "",

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kilter.mesh.layout import Layout
+from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
 from kilter.rl.algorithms import ALGORITHMS, Recipe, RecipeConfig
@@ -37,6 +38,8 @@ from kilter.train.schedule import ScheduleConfig
 
 PromptFormat = Literal["chat", "text"]
 Gate = Literal["training", "pass", "off"]
+
+EXACT_CONTEXT = ContextConfig("all_gather", "zigzag")  # a ring's bits are not the rollout's
 
 
 @dataclass(frozen=True)
@@ -218,9 +221,11 @@ class RLJob:
         output: folder of checkpoints, metrics, rollouts and the finished model.
         algorithm: a name of `kilter.rl.algorithms.ALGORITHMS`.
         recipe: what differs from the algorithm's own settings.
-        steps: each samples, judges and learns once.
+        steps: each samples, judges and learns once; 0: held-out prompts are answered and judged,
+            and nothing is learned or saved.
         seed: of a new model's weights, of the order of prompts and of all sampling.
         precision: as for training: what the trainer computes with and the rollout holds.
+        context: as for training, of all roles' layouts with cp.
         export: write the finished model to ``output/model``.
         lora: train adapters; the reference is then the model without them.
     """
@@ -245,6 +250,7 @@ class RLJob:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     layout: Layout = field(default_factory=Layout)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = EXACT_CONTEXT
     recompute: Recompute = field(default_factory=Recompute)
     lora: LoraConfig | None = None
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -257,8 +263,11 @@ class RLJob:
         problems = []
         if not self.output:
             problems.append("output is empty; name a folder")
-        if self.steps < 1:
-            problems.append(f"steps is {self.steps} but must be at least 1")
+        if self.steps < 0:
+            problems.append(f"steps is {self.steps} but must not be negative")
+        elif self.steps == 0 and not self.eval.prompts:
+            problems.append("steps is 0, which only asks held-out prompts, but eval.prompts is 0; "
+                            "say how many are asked, or take steps")
         if self.algorithm not in ALGORITHMS:
             problems.append(f"algorithm is {self.algorithm!r} but must be one of "
                             f"{', '.join(ALGORITHMS)}")
@@ -285,15 +294,15 @@ class RLJob:
         its ranks, and replicas (ZeRO 3 if there are several) on ranks of its own."""
         part = getattr(self, role, None)
         if part is not None and part.layout is not None:
-            return part.layout  # type: ignore[no-any-return]
+            return part.layout
         ranks = len(self.placement.ranks_of(role, self.layout.world))
         if not getattr(self.placement, role):
             return self.layout
         return Layout(dp=ranks, zero=3 if ranks > 1 else 0)
 
     def rollout_config(self) -> RolloutConfig:
-        return RolloutConfig(self.precision, self.model.kv_dtype, self.model.exact, self.lora,
-                             self.rollout.engine)
+        return RolloutConfig(self.precision, self.model.kv_dtype, self.model.exact,
+                             self.model.products, self.lora, self.rollout.engine)
 
     def _recipe_problems(self) -> list[str]:
         problems = []
@@ -321,12 +330,23 @@ class RLJob:
 
     def _layout_problems(self) -> list[str]:
         layout = self.layout
-        roles = {"": self, "critic.": self.critic, "reward_model.": self.reward_model}
-        problems = [f"{where}layout.{name} is {getattr(part.layout, name)}, but here nothing is "
-                    f"spread over {what} yet; it must be 1" for where, part in roles.items()
-                    if part is not None and part.layout is not None for name, what in
-                    (("cp", "context"), ("ep", "experts"), ("etp", "experts"))
-                    if getattr(part.layout, name) != 1]
+        roles = {"": self, "critic.": self.critic, "reference.": self.reference,
+                 "reward_model.": self.reward_model}
+        layouts = {where: part.layout for where, part in roles.items()
+                   if part is not None and part.layout is not None}
+        problems = [f"{where}layout.{name} is {getattr(own, name)}, but here nothing is spread "
+                    f"over experts yet; it must be 1" for where, own in layouts.items()
+                    for name in ("ep", "etp") if getattr(own, name) != 1]
+        spread = [f"{where}layout.cp" for where, own in layouts.items() if own.cp > 1]
+        if spread and self.context.method == "ring" and self.model.exact:
+            problems.append(
+                f"context.method is ring, and with {' and '.join(spread)} above 1 its "
+                "log-probabilities are the rollout's only within rounding, which no check could "
+                "tell from a fault; set context.method = \"all_gather\", or \"ulysses\" (with "
+                "context.placement = \"contiguous\"), or model.exact = false")
+        if not spread and self.context != EXACT_CONTEXT:
+            problems.append("context is set, but no layout has cp above 1; leave it out, or set "
+                            "layout.cp")
         if layout.pp == 1 and self.pipeline != PipelineConfig():
             problems.append("pipeline is set, but layout.pp is 1; leave it out, or set layout.pp")
         ranks = len(self.placement.ranks_of("rollout", layout.world))

@@ -22,6 +22,7 @@ from torch import Tensor
 from kilter.comm.collectives import all_reduce_sum
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
+from kilter.parallel.context.plan import counted_once
 from kilter.rl.aggregation import Counts, aggregation_weights, weighted_sum
 from kilter.rl.algorithms import Lesson, Recipe, policy_losses
 from kilter.rl.experience import Experience
@@ -68,16 +69,21 @@ class Learner:
 
     def _descend(self, mine: Sequence[MicroBatch], losses: Callable[..., Tensor], factor: float,
                  phase: Phase) -> tuple[float, float]:
-        """One step: ``losses(forward, batch, targets_T, k)`` is this rank's part of the loss."""
+        """One step: ``losses(forward, batch, targets_T, k)`` is the loss of a micro-batch, the same
+        on all context-parallel ranks."""
         given = [local_rows(self.spread, part, self.device) for part in mine]
+        context = self.spread.mesh.axis("cp")
         own = self.spread.backward_all(
             [batch for batch, _ in given],
-            lambda forward, k: losses(forward, *given[k], k), phase)
+            lambda forward, k: counted_once(losses(forward, *given[k], k), context), phase)
         return update(self.spread, self.optimizer, own, factor=factor, max_norm=self.max_norm,
                       phase=phase)
 
     def _sums(self, sums: Tensor) -> Tensor:
-        return all_reduce_sum(sums, self.spread.mesh.axis("pp_dp_cp"))
+        mesh = self.spread.mesh
+        if mesh.axis("cp").index:  # the first has the same
+            sums = torch.zeros_like(sums)
+        return all_reduce_sum(sums, mesh.axis("pp_dp_cp"))
 
 
 @dataclass
@@ -134,9 +140,10 @@ class Policy(Learner):
         sums = torch.zeros(len(DIAGNOSTICS) + 2, dtype=torch.float64)
         seen: list[Tensor | None] = [None] * len(mine)
 
+        rows_of_part = logprob_rows(self.temperature, recipe.entropy != 0.0)
+
         def losses(forward: Callable[..., Any], batch: Batch, targets_T: Tensor, k: int) -> Tensor:
-            rows = forward(batch, targets_T, temperature=self.temperature,
-                           with_entropy=recipe.entropy != 0.0)
+            rows = rows_of_part(forward, batch, targets_T)
             rows_T, entropy_T = rows if isinstance(rows, tuple) else (rows, None)
             seen[k] = rows_T.detach()
             if mine[k].experience is None:
@@ -151,8 +158,7 @@ class Policy(Learner):
         if recipe.entropy:
             report.entropy = float(sums[-2]) / tokens
         if version is not None:
-            now_T = at_actions(experience, together(
-                self.spread.mesh.axis("pp_dp_cp"), experience, mine, seen))
+            now_T = at_actions(experience, together(self.spread, experience, mine, seen))
             report.agreement = agreement(experience, now_T, version=version)
         return report
 
@@ -251,7 +257,7 @@ class Critic(Learner):
         clipped = torch.zeros(1, dtype=torch.float64)
 
         def losses(forward: Callable[..., Any], batch: Batch, targets_T: Tensor, k: int) -> Tensor:
-            part, rows_T = mine[k], forward(batch)
+            part, rows_T = mine[k], value_rows(forward, batch, targets_T)
             if part.experience is None:
                 found: Tensor = rows_T.sum() * 0.0
                 return found

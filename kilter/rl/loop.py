@@ -43,18 +43,18 @@ from kilter.rl.tasks import build_task
 from kilter.train.checkpoint import (
     Checkpointer,
     CheckpointError,
-    Pieces,
     load_tensors,
-    pieces_of,
     read_facts,
 )
 from kilter.train.data.order import Permutation
 from kilter.train.export import export_model
 from kilter.train.loop import Ending, last_checkpoint
+from kilter.train.peft import told_of_start
+from kilter.train.pieces import Pieces, pieces_of
 
 # What may differ between a checkpoint's job and the one that goes on from it.
-FREE = ("output", "steps", "export", "layout", "pipeline", "recompute", "placement", "checkpoint",
-        "eval", "log", "launch")
+FREE = ("output", "steps", "export", "layout", "pipeline", "context", "recompute", "placement",
+        "checkpoint", "eval", "log", "launch")
 
 
 class RLRun:
@@ -86,12 +86,16 @@ class RLRun:
         meshes = [spread.mesh for spread in spreads]
         if roles.engine is not None:
             meshes.append(roles.engine.mesh)
-        self.monitor = Monitor(self.output, job.log, meshes, roles.world.index == 0, self.step,
-                               job.steps)
+        self.monitor = Monitor(
+            self.output, job.log, meshes, roles.world, torch.device(roles.device_type),
+            self.step if resumed else None, job.steps)
         closing.callback(self.monitor.close)
+        what = (f"{job.steps} steps of {job.rollout.prompts} prompts x {samples} samples"
+                if job.steps else "held-out prompts only")
         self.monitor.say(f"Going on from the checkpoint of step {self.step}." if resumed else
-                         f"{job.algorithm} on {world_of(job, roles.world)}; {job.steps} steps of "
-                         f"{job.rollout.prompts} prompts x {samples} samples.")
+                         f"{job.algorithm} on {world_of(job, roles.world)}; {what}.")
+        for line in [] if resumed else told_of_start(job.lora, inputs.start.spec):
+            self.monitor.say(line)
 
     def go(self, stop: threading.Event) -> Ending:
         """Steps until the last, or until a rank was told to stop.
@@ -102,8 +106,12 @@ class RLRun:
         job = self.job
         if self.step == 0:
             self.evaluate()
+        if job.steps == 0:
+            return Ending(0, False, f"Asked {job.eval.prompts} held-out prompts and learned "
+                          f"nothing; the result is in {self.output / 'metrics.jsonl'}.")
         while self.step < job.steps:
-            if all_reduce_max(torch.tensor([int(stop.is_set())]), self.roles.world):
+            told_to = stop.is_set() or self.checkpointer.failed  # the latter says so in `save`
+            if all_reduce_max(torch.tensor([int(told_to)]), self.roles.world):
                 self.save()
                 self.checkpointer.wait()
                 return Ending(self.step, True, f"Stopped after step {self.step} of {job.steps}; "
@@ -328,7 +336,7 @@ class RLRun:
             return
         per_token = {}
         for name in ("k1", "k3"):
-            kl_T = kl_values(name, logprobs_T=experience.logprobs_T,  # type: ignore[arg-type]
+            kl_T = kl_values(name, logprobs_T=experience.logprobs_T,
                              ref_logprobs_T=lesson.ref_T, mask_T=lesson.mask_T)
             per_token[name] = float(kl_T.double().sum())
         tokens = max(int(lesson.mask_T.sum()), 1)

@@ -14,10 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kilter.comm.axis import Axis
+from kilter.comm.collectives import all_reduce_max
 from kilter.comm.counter import CommCounter
 from kilter.mesh.mesh import Mesh
 from kilter.rl.config import LogConfig
-from kilter.train.metrics import by_axis, numbers, take_back
+from kilter.train.metrics import by_axis, numbers, peak_memory, take_back
 
 
 class Monitor:
@@ -25,29 +29,32 @@ class Monitor:
 
     Args:
         meshes: whose axes' communication is counted.
-        step: the step the run goes on from.
+        world: all ranks of the run, of which this one computes on ``device``.
+        step: the step the run goes on from; None: it begins.
     """
 
-    def __init__(self, output: Path, config: LogConfig, meshes: Sequence[Mesh], first: bool,
-                 step: int, steps: int) -> None:
-        self._config, self._steps, self._first = config, steps, first
+    def __init__(self, output: Path, config: LogConfig, meshes: Sequence[Mesh], world: Axis,
+                 device: torch.device, step: int | None, steps: int) -> None:
+        self._config, self._steps, self._world, self._device = config, steps, world, device
+        self._first = world.index == 0
         self._meshes = meshes
         self._seconds: dict[str, float] = {}
         self._comm: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._files: dict[str, Any] = {}
         self._board: Any = None
-        if not first:
+        if not self._first:
             return
+        kept = -1 if step is None else step  # the last whose lines stay
         output.mkdir(parents=True, exist_ok=True)
         for name in ("metrics", "rollouts"):
             path = output / f"{name}.jsonl"
-            take_back(path, step)
+            take_back(path, kept)
             self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115  (see close)
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
+            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=kept + 1)
 
     def say(self, text: str) -> None:
         if self._first:
@@ -84,7 +91,8 @@ class Monitor:
         if not self.is_told(step):
             return
         seconds = {**self._seconds, "total": time.perf_counter() - self._started}
-        self._write("step", step, {**values, "seconds": seconds, "comm": self._comm})
+        self._write("step", step, {**values, "memory_bytes": self._memory(), "seconds": seconds,
+                                   "comm": self._comm})
         if self._first:
             for rollout in rollouts[:self._config.samples]:
                 self._files["rollouts"].write(json.dumps({"step": step, **rollout}) + "\n")
@@ -101,7 +109,8 @@ class Monitor:
 
     def evaluated(self, step: int, reward: float, parts: Mapping[str, float], prompts: int) -> None:
         """After an evaluation."""
-        self._write("eval", step, {"reward": reward, "parts": dict(parts), "prompts": prompts})
+        self._write("eval", step, {"reward": reward, "parts": dict(parts), "prompts": prompts,
+                                   "memory_bytes": self._memory()})
         self.say(f"step {step}/{self._steps}  held-out reward {reward:.3f} over {prompts} prompts")
 
     def close(self) -> None:
@@ -109,6 +118,10 @@ class Monitor:
             file.close()
         if self._board is not None:
             self._board.close()
+
+    def _memory(self) -> int:
+        """Of the rank that used most so far; collective."""
+        return int(all_reduce_max(torch.tensor([peak_memory(self._device)]), self._world))
 
     def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if not self._first:

@@ -16,6 +16,8 @@ from typing import Literal, get_args
 
 InFlight = Literal["continue", "restart"]
 
+DEADLINE = 600.0  # seconds
+
 # In the order of their ranks, after the actor's.
 ROLES = ("rollout", "critic", "reference", "reward_model")
 
@@ -32,6 +34,8 @@ class PlacementConfig:
             ``ray`` and ranks of their own.
         in_flight: what becomes of unfinished answers when new weights come: they ``continue`` and
             keep what they have, or ``restart``.
+        deadline: seconds in which a rollout replica that is apart has to get on (its engine takes
+            a step, it has judged answers, taken weights, started); after that it counts as dead.
         cpus: CPUs of the cluster that a rank reserves, beside a GPU if launch.device says so.
     """
 
@@ -42,6 +46,7 @@ class PlacementConfig:
     ray: bool = False
     max_staleness: int = 0
     in_flight: InFlight = "continue"
+    deadline: float = DEADLINE
     cpus: float = 1.0
 
     def __post_init__(self) -> None:
@@ -56,6 +61,12 @@ class PlacementConfig:
         elif self.in_flight != "continue" and not self.max_staleness:
             problems.append("in_flight is set, but max_staleness is 0, so that no answer is "
                             "unfinished when new weights come; leave it out")
+        if self.deadline <= 0.0:
+            problems.append(f"deadline is {self.deadline} but must be positive")
+        elif self.deadline != DEADLINE and not self.apart:
+            problems.append(f"deadline is {self.deadline}, but only rollouts that are actors of "
+                            "Ray with ranks of their own have one; set ray = true and rollout, or "
+                            "leave it out")
         if self.cpus <= 0.0:
             problems.append(f"cpus is {self.cpus} but must be positive")
         elif self.cpus != 1.0 and not self.ray:

@@ -36,6 +36,10 @@ class Prompts:
                  format: Literal["chat", "text"], seed: int | None, name: str = "p") -> None:
         if len(task) == 0:
             raise ValueError("The task has no prompts; give it at least one.")
+        if format == "chat" and not tokenizer.has_chat_template:
+            raise ValueError("rollout.format is chat, but the model's tokenizer has no chat "
+                             "template; set rollout.format = \"text\" for a base model, or take "
+                             "the tokenizer of a chat model (model.tokenizer).")
         self._task, self._tokenizer, self._samples = task, tokenizer, samples
         self._format, self._seed, self._name = format, seed, name
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum
+from kilter.parallel.checksum import checksum, combined
 from kilter.parallel.shards import Box, Shard
-from kilter.rl.checksum import checksum, combined
 from kilter.rl.reshard_plan import Exchange, Group, Plan
 
 Local = Mapping[str, tuple[Tensor, Shard]]  # `Spread.local`: this rank's parameters

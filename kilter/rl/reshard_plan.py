@@ -71,7 +71,7 @@ class Plan:
         formats: the dtype that each parameter travels and arrives in.
         groups: in the order of the model.
         counted: for each rank the regions it counts for: of all ranks that hold an element, one
-            does (`kilter.rl.checksum`).
+            does (`kilter.parallel.checksum`).
     """
 
     held: tuple[Shards, ...]

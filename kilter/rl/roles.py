@@ -19,16 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kilter.comm.axis import Axis
-from kilter.comm.collectives import all_reduce_sum
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.models.value import add_value_head
 from kilter.parallel.apply import Spread, apply, make_groups
+from kilter.parallel.checksum import weights_checksum
 from kilter.parallel.shards import Shard
 from kilter.rl.algorithms import Lesson
-from kilter.rl.checksum import checksum, combined
 from kilter.rl.config import RLJob
 from kilter.rl.experience import Experience, Rollout
 from kilter.rl.gate import Disagreement
@@ -44,8 +43,9 @@ from kilter.rl.rollout import Environment, RolloutEngine
 from kilter.serve.params import SamplingParams
 from kilter.tokens import Tokenizer
 from kilter.train.inputs import Start
-from kilter.train.lora import add_adapters, init_adapters
+from kilter.train.lora import add_adapters
 from kilter.train.optimizer import Optimizer
+from kilter.train.peft import start_adapters
 from kilter.train.step import NotFinite
 from kilter.weights.bridge import ModelSource
 
@@ -84,7 +84,7 @@ class Roles:
 
     def __init__(self, job: RLJob, inputs: RLInputs, device_type: str,
                  timeout: timedelta | None = None) -> None:
-        self.job, self._inputs, self._device_type, self._timeout = (
+        self.job, self._inputs, self.device_type, self._timeout = (
             job, inputs, device_type, timeout)
         self.recipe = job.made
         spec, tokenizer = inputs.start.spec, inputs.start.tokenizer
@@ -102,9 +102,9 @@ class Roles:
         self._rewards: tuple[WeightedReward, ...] = ()
         if self._has("actor"):
             self.policy = self._make_policy()
-        if self.recipe.critic and self._has("critic"):
+        if self._learns_with("critic") and self._has("critic"):
             self.critic = self._make_critic()
-        if self.recipe.reference and job.lora is None and self._has("reference"):
+        if self._learns_with("reference") and self._has("reference"):
             other = inputs.reference
             self.reference = Frozen(self._frozen(
                 "reference", spec if other is None else other.spec, other or inputs.start.source),
@@ -119,7 +119,7 @@ class Roles:
             self._rewards = build_rewards(job.rewards)
         self.start_checksum: str = self._tell(
             "actor", lambda: weights_checksum(_made(self.policy).spread))
-        self._environment = environment_of(job.rollout.environment, tokenizer)
+        self._environment = environment_of(job.rollout.environment, tokenizer, spec.vocab_size)
         self._movers: Axis | None = None  # ranks between which weights move, if this is one
         self._adapters: Plan | None = None
         self._version: int | None = None  # that the rollout has
@@ -242,10 +242,16 @@ class Roles:
     def _has(self, role: str) -> bool:
         return self._rank in self._ranks(role)
 
+    def _learns_with(self, role: str) -> bool:
+        """Whether there is a critic, or a reference that is a model of its own."""
+        needed = {"critic": self.recipe.critic,
+                  "reference": self.recipe.reference and self.job.lora is None}
+        return self.job.steps > 0 and needed[role]
+
     def _mesh(self, layout: Layout, ranks: range) -> Mesh:
         if not dist.is_initialized():
-            return Mesh(layout, self._device_type, alone=True)
-        return Mesh(layout, self._device_type, timeout=self._timeout, ranks=ranks)
+            return Mesh(layout, self.device_type, alone=True)
+        return Mesh(layout, self.device_type, timeout=self._timeout, ranks=ranks)
 
     def _make_meshes(self) -> dict[str, Mesh]:
         """Of every role there is, and of the ranks between which weights move: made by all ranks in
@@ -254,11 +260,11 @@ class Roles:
         spec = inputs.start.spec
         wanted: dict[str, tuple[Layout, range, ModelSpec]] = {
             "actor": (job.layout, self._ranks("actor"), spec)}
-        if self.recipe.critic:
+        if self._learns_with("critic"):
             source = inputs.critic
             wanted["critic"] = (job.layout_of("critic"), self._ranks("critic"),
                                 spec if source is None else source.spec)
-        if self.recipe.reference and job.lora is None:
+        if self._learns_with("reference"):
             source = inputs.reference
             wanted["reference"] = (job.layout_of("reference"), self._ranks("reference"),
                                    spec if source is None else source.spec)
@@ -281,12 +287,13 @@ class Roles:
         model = self.job.model
         with torch.device("meta"):
             return Decoder(spec, exact=model.exact, kv_dtype=DTYPES[model.kv_dtype],
-                           max_positions=self.context)
+                           products=model.products, max_positions=self.context)
 
     def _spread(self, model: Decoder, layout: Layout, role: str) -> Spread:
         return apply(model, self._meshes[role], recompute=self.job.recompute,
                      weights=DTYPES[self.job.precision],
-                     pipeline=self.job.pipeline if layout.pp > 1 else None)
+                     pipeline=self.job.pipeline if layout.pp > 1 else None,
+                     context=self.job.context)
 
     def _make_policy(self) -> Policy:
         job, start = self.job, self._inputs.start
@@ -297,7 +304,7 @@ class Roles:
         optimizer = Optimizer(spread.held, job.optimizer, spread.mesh.axis("dp_cp_tp"))
         self._fill(spread, start.source)
         if job.lora is not None:
-            init_adapters(spread, job.lora)
+            start_adapters(spread, job.lora)
         optimizer.reloaded()
         return Policy(spread, optimizer, self._budget, job.update.max_norm or None,
                       recipe=self.recipe, temperature=job.rollout.temperature)
@@ -414,8 +421,12 @@ def judged(rollouts: Sequence[Rollout], by_id: Mapping[str, Question],
             for i, rollout in enumerate(rollouts)]
 
 
-def environment_of(path: str | None, tokenizer: Tokenizer) -> Environment | None:
-    """The function that a job names, giving tokens; ValueError where it fails."""
+def environment_of(path: str | None, tokenizer: Tokenizer, vocab: int) -> Environment | None:
+    """The function that a job names, giving tokens; ValueError where it fails.
+
+    Args:
+        vocab: of the model, which tokens have to be below.
+    """
     if path is None:
         return None
     function = resolve(path)
@@ -428,28 +439,17 @@ def environment_of(path: str | None, tokenizer: Tokenizer) -> Environment | None
                              f"{type(error).__name__}: {error}") from error
         if isinstance(said, str):
             return tokenizer.encode(said)
-        if said is None or (isinstance(said, Sequence)
+        if said is None or (isinstance(said, Sequence) and not isinstance(said, bytes)
                             and all(isinstance(token, int) for token in said)):
+            if bad := [token for token in said or () if not 0 <= token < vocab]:
+                raise ValueError(f"The environment {path} answered sample {rollout.id} with the "
+                                 f"token id {bad[0]}, but the model has ids from 0 to {vocab - 1}; "
+                                 "return a text, or ids of its tokenizer.")
             return said
         raise ValueError(f"The environment {path} answered sample {rollout.id} with {said!r}; "
                          "return a text, a list of token ids, or None to end it.")
 
     return environment
-
-
-def weights_checksum(spread: Spread) -> str:
-    """Of a spread model's weights, the same in every layout; collective."""
-    mesh = spread.mesh
-    device = torch.device(mesh.device_type)
-
-    def mine(name: str) -> Tensor:
-        tensor, shard = spread.local.get(name, (None, None))
-        parts = [(box, part) for box, own, part in shard.parts(tensor) if own and part.numel()
-                 ] if shard is not None and tensor is not None else []
-        return checksum(parts, torch.float32, device)
-
-    sums = all_reduce_sum(torch.stack([mine(name) for name in spread.shards]), mesh.axis("world"))
-    return f"{combined(spread.shards, sums.tolist()):016x}"
 
 
 def world_of(job: RLJob, axis: Axis) -> str:

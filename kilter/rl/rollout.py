@@ -99,7 +99,7 @@ class RolloutEngine:
                         if mesh.device_type == "cuda" else torch.device(mesh.device_type))
         with torch.device("meta"):
             model = Decoder(spec, exact=config.exact, kv_dtype=DTYPES[config.kv_dtype],
-                            max_positions=config.engine.max_context)
+                            products=config.products, max_positions=config.engine.max_context)
         if config.lora is not None:
             add_adapters(model, config.lora)
         self.shards = apply_tensor(model, self._axis, kv_sharers(spec, mesh), sequence=False)
@@ -116,6 +116,7 @@ class RolloutEngine:
         if self._axis.index == 0:
             self.engine = Engine(model, tokenizer, config.engine, self._executor)
         self.version: int | None = None  # of the weights; None: not all are there
+        self.steps = 0  # that the engine has taken, all phases together
         self._missing = set(self.shards)
         self._asleep = False
         self._interrupted = threading.Event()
@@ -291,6 +292,7 @@ class RolloutEngine:
             for sample in samples:
                 start(sample)
             while running and not self._interrupted.is_set():
+                self.steps += 1
                 for delta in engine.step():
                     sample = running[delta.request]
                     for choice in delta.choices:

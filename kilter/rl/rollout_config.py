@@ -36,13 +36,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How the engine holds a model. The first four are the trainer's own settings: where they
+    """How the engine holds a model. The first five are the trainer's own settings: where they
     differ, the two compute different numbers.
 
     Attributes:
         precision: large matrices are held so (`TrainJob.precision`).
         kv_dtype: keys and values are held so (`ModelConfig.kv_dtype`).
         exact: row-invariant arithmetic (`ModelConfig.exact`).
+        products: what factors of matrix products are rounded to (`ModelConfig.products`).
         lora: adapters, which are held as such and not merged: W + s B A is rounded otherwise than
             the products the trainer adds.
         engine: sizes of the cache and of a step.
@@ -51,6 +52,7 @@ class RolloutConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     kv_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     exact: bool = True
+    products: str = "fp32"
     lora: LoraConfig | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 

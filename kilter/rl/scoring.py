@@ -5,14 +5,16 @@ token, for looking and for learning.
     logprobs_T = at_actions(experience, rows_T)                        # NaN where nothing acted
 
     for part in deal(spread, experience, 4096):                        # to learn from
-        batch, targets_T = local_rows(spread, part, device)
-        part.at_actions(forward(batch, targets_T, temperature=0.7))    # of part.experience's tokens
+        rows_T = logprob_rows(0.7)(forward, *local_rows(spread, part, device))
+        part.at_actions(rows_T)                                        # of part.experience's tokens
 
-Samples of one prompt come together, and their prompt is computed once (`kilter.rl.sharing`).
+Samples of one prompt come together, and their prompt is computed once (`kilter.rl.sharing`); not
+under context parallelism, whose attention takes sequences as they are.
 
-Every rank has the whole experience. Each data-parallel rank takes every so-manieth micro-batch, and
-what they compute comes back to every rank, so that what follows (advantages, losses' weights) is
-the same arithmetic everywhere. Packing changes no bits on the exact path; how many tokens a
+Every rank has the whole experience. Each data-parallel rank takes every so-manieth micro-batch, the
+context-parallel ones compute their rows of it and are given all (`all_rows`), and what they compute
+comes back to every rank, so that what follows (advantages, losses' weights) is the same arithmetic
+everywhere. Packing changes no bits on the exact path; how many tokens a
 micro-batch has is a matter of memory.
 """
 
@@ -25,17 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_max, all_reduce_sum
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
+from kilter.parallel.context.plan import all_rows
 from kilter.rl.experience import IGNORE, Experience
 from kilter.rl.sharing import Shared, shared_lengths
 from kilter.train.step import local_rows
 
 ROWS = 2048  # of a micro-batch, where a run does not say
 
-# Of a forward, and what it is to compute with its targets, the values [T] of its rows, or several.
+# Of a forward, and what it is to compute with its targets (this rank's rows), the values [T] of all
+# ranks' rows, or several.
 Rows = Callable[[Callable[..., Any], Batch, Tensor], Any]
 
 
@@ -161,16 +164,14 @@ def deal(spread: Spread, experience: Experience, token_budget: int, *, own: bool
             the same and each takes a part.
 
     Raises:
-        ValueError: for a sequence that is longer than the budget, and under context parallelism,
-            whose ranks have parts of sequences.
+        ValueError: for a sequence that is longer than the budget.
     """
     mesh = spread.mesh
-    if mesh.layout.cp > 1:
-        raise ValueError(f"An experience cannot be scored with cp = {mesh.layout.cp} yet, since "
-                         "the rows of a sequence are then on several ranks; set cp to 1.")
     dp = mesh.axis("dp")
     turns, first = (1, 0) if own else (dp.size, dp.index)
     share = mesh.layout.tp if mesh.layout.sequence_parallel else 1
+    if mesh.layout.cp > 1:
+        share = 0
     token_budget = token_budget or max(ROWS, int(experience.lengths.max()))
     count = -(-len(micro_batches(experience, token_budget, share=share)) // turns)
     if own:
@@ -186,22 +187,26 @@ def rows_of(spread: Spread, experience: Experience, token_budget: int, rows: Row
     """float32 [T] on every rank: ``rows`` of every token, in the alignment of a model's rows (row t
     predicts token t + 1)."""
     mine = deal(spread, experience, token_budget)
-    return together(spread.mesh.axis("pp_dp_cp"), experience, mine, _forwards(spread, mine, rows))
+    return together(spread, experience, mine, _forwards(spread, mine, rows))
 
 
-def together(axis: Axis, experience: Experience, mine: Sequence[MicroBatch],
-             found: Sequence[Tensor | None]) -> Tensor:
-    """What the ranks of an axis found of the rows of their micro-batches, whole on all of them.
+def together(spread: Spread, experience: Experience, mine: Sequence[MicroBatch],
+             found: Sequence[Tensor | None], *, own: bool = False) -> Tensor:
+    """What the ranks found of the rows of their micro-batches, whole on all of them.
 
     Args:
         found: of each of this rank's micro-batches; None where another stage of the pipeline has
             it.
+        own: as of `deal`.
     """
+    mesh = spread.mesh
+    axis, first = (("pp", True) if own else
+                   ("pp_dp_cp", mesh.axis("cp").index == 0))  # context-parallel ranks have the same
     whole_T = torch.zeros(experience.num_tokens, dtype=torch.float64)
     for part, rows_T in zip(mine, found, strict=True):
-        if part.experience is not None and rows_T is not None:
+        if part.experience is not None and rows_T is not None and first:
             whole_T[places(experience, part)] = part.at_tokens(rows_T).detach().double().cpu()
-    return all_reduce_sum(whole_T, axis).float()
+    return all_reduce_sum(whole_T, mesh.axis(axis)).float()
 
 
 def places(experience: Experience, part: MicroBatch) -> Tensor:
@@ -220,14 +225,17 @@ def logprob_rows(temperature: float, with_entropy: bool = False) -> Rows:
     """Log-probabilities of actions, at the rows that predict them, 0 elsewhere; with the entropies
     of their distributions."""
     def rows(forward: Callable[..., Any], batch: Batch, targets_T: Tensor) -> Any:
-        return forward(batch, targets_T, temperature=temperature, with_entropy=with_entropy)
+        found = forward(batch, targets_T, temperature=temperature, with_entropy=with_entropy)
+        if isinstance(found, tuple):
+            return tuple(all_rows(batch, values_T) for values_T in found)
+        return all_rows(batch, found)
 
     return rows
 
 
 def value_rows(forward: Callable[..., Any], batch: Batch, targets_T: Tensor) -> Any:
     """A critic's or a reward model's values of the state after each token."""
-    return forward(batch)
+    return all_rows(batch, forward(batch))
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,7 @@ class Scores:
 def score(spread: Spread, experience: Experience, *, token_budget: int, temperature: float = 1.0,
           with_entropy: bool = False) -> Scores:
     """Log-probabilities of all actions, where each data-parallel rank has an experience of its own;
-    the ranks of tensor and pipeline axes have the same, and all of the mesh call.
+    the ranks of tensor, context and pipeline axes have the same, and all of the mesh call.
 
     Args:
         temperature: that the actions were sampled at.
@@ -258,12 +266,12 @@ def score(spread: Spread, experience: Experience, *, token_budget: int, temperat
     """
     mine = deal(spread, experience, token_budget, own=True)
     found = _forwards(spread, mine, logprob_rows(temperature, with_entropy))
-    stage = spread.mesh.axis("pp")
     if not with_entropy:
-        return Scores(at_actions(experience, together(stage, experience, mine, found)), None)
+        return Scores(at_actions(experience, together(spread, experience, mine, found, own=True)),
+                      None)
     logprobs_T, entropy_T = (
-        at_actions(experience, together(stage, experience, mine, [f and f[i] for f in found]))
-        for i in range(2))
+        at_actions(experience, together(spread, experience, mine, [f and f[i] for f in found],
+                                        own=True)) for i in range(2))
     return Scores(logprobs_T, entropy_T)
 
 

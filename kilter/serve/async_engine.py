@@ -25,11 +25,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kilter.serve.engine import Delta, Engine
+from kilter.serve.executor import RanksLost
 from kilter.serve.params import SamplingParams
 from kilter.serve.stats import EngineStats
 
 T = TypeVar("T")
 logger = logging.getLogger("kilter.engine")
+
+_PATIENCE = 10.0  # seconds that a step gets to end when the engine is stopped
 
 
 class EngineStopped(RuntimeError):
@@ -49,6 +52,8 @@ class AsyncEngine:
         spec: the facts of its model.
         stats: the engine's numbers after its last step or call.
         paused: whether it takes no steps for now.
+        on_loss: called with a sentence, from a thread, when the engine has ended because a process
+            with a part of its model is lost; everybody who listened has been told.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,9 +66,12 @@ class AsyncEngine:
         self._mail: SimpleQueue[_Mail | None] = SimpleQueue()
         self._courier = threading.Thread(target=self._deliver, name="kilter-courier", daemon=True)
         self._progress: float | None = None  # when a step last ended; None: there is none to do
+        self._lost: RanksLost | None = None
         self.spec = engine.model.spec
         self.paused = False
+        self.on_loss: Callable[[str], None] = lambda sentence: None
         self.stats: EngineStats = engine.stats()
+        engine.executor.on_loss(self._lose)
 
     @property
     def alive(self) -> bool:
@@ -80,12 +88,16 @@ class AsyncEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in; open requests end with "abort"."""
+        """Ends the thread after the step it is in; open requests end with "abort". A step that
+        waits for another process for too long is given up."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive():
+                self._engine.executor.give_up()
+                self._thread.join()
 
     def pause(self) -> None:
         """No step after the one it is in, until `resume`: requests stay, and new ones may come."""
@@ -193,8 +205,14 @@ class AsyncEngine:
             self._listeners.pop(listener.number, None)
             engine.abort(listener.number)
 
+    def _lose(self, sentence: str) -> None:
+        with self._wake:
+            self._lost = RanksLost(sentence)
+            self._wake.notify()
+
     def _run(self) -> None:
         engine = self._engine
+        why = "The engine was stopped while this request was running."
         try:
             while self._wait(engine):
                 self._make_calls(engine)
@@ -202,18 +220,26 @@ class AsyncEngine:
                 self._progress = time.monotonic()
                 self.stats = engine.stats()  # before anybody can know of the step
                 self._publish(deltas)
+        except RanksLost as error:
+            why = str(error)
         except Exception:
             logger.exception("The engine's thread ends")
         finally:
             self._progress = None
-            self._shut_down(engine)
+            asked = self._stopping
+            self._shut_down(engine, EngineStopped(why))
+            if self._lost is not None and not asked:
+                self.on_loss(str(self._lost))
 
     def _wait(self, engine: Engine) -> bool:
         """Until there is something to do; False to end."""
         with self._wake:
-            while not (self._calls or self._stopping or (engine.busy and not self.paused)):
+            while not (self._calls or self._stopping or self._lost
+                       or (engine.busy and not self.paused)):
                 self._progress = None
                 self._wake.wait()
+            if self._lost is not None and not self._stopping:
+                raise self._lost
             if self._progress is None:
                 self._progress = time.monotonic()
             return not self._stopping
@@ -235,6 +261,8 @@ class AsyncEngine:
     def _step(self, engine: Engine) -> list[Delta]:
         try:
             return engine.step()
+        except RanksLost:
+            raise
         except Exception:
             if engine.stats().failed_steps == self.stats.failed_steps:
                 raise  # no requests that the failure could be put down to: it would come again
@@ -271,19 +299,18 @@ class AsyncEngine:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                     loop.call_soon_threadsafe(_give, news)
 
-    def _shut_down(self, engine: Engine) -> None:
+    def _shut_down(self, engine: Engine, error: EngineStopped) -> None:
         with self._wake:
             self._stopping = True
             calls, self._calls = self._calls, deque()
         self._mail.put(None)
         self._courier.join()  # what was said before the end comes before it
-        error = EngineStopped("The engine was stopped while this request was running.")
         for listener in self._listeners.values():
             with contextlib.suppress(RuntimeError):
                 listener.loop.call_soon_threadsafe(listener.fail, error)
         for _, future in calls:
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineStopped("The engine has stopped."))
+                future.set_exception(error)
         for number in self._listeners:
             engine.abort(number)
         self._listeners.clear()

@@ -73,9 +73,9 @@ def make_executor(model: Decoder, tokens: int, page_size: int = 16) -> Executor:
 
 
 @torch.no_grad()
-def random_model(spec: ModelSpec, storage: str, seed: int = 0) -> Decoder:
+def random_model(spec: ModelSpec, storage: str, seed: int = 0, products: str = "fp32") -> Decoder:
     """A decoder with random weights, packed for inference."""
-    model = init_weights(Decoder(spec), seed, std=0.05)
+    model = init_weights(Decoder(spec, products=products), seed, std=0.05)
     for module in model.modules():
         if isinstance(module, Linear | Embedding):
             assert isinstance(module.weight, Tensor)
@@ -99,14 +99,17 @@ def self_test(length: int = 70) -> list[tuple[str, float]]:
              for n in (length, 5, 33, 18)]
     results = []
     # Without the compiled kernels weights are plain tensors, and there is no int8.
-    for storage in ("fp32", "bf16", "int8") if library.available() else ("fp32", "bf16"):
-        model = random_model(spec, storage)
+    kinds = [(storage, "fp32") for storage in ("fp32", "bf16", "int8")[:3 if library.available()
+                                                                        else 2]]
+    for storage, products in [*kinds, ("fp32", "bf16")]:
+        model = random_model(spec, storage, products=products)
         executor = make_executor(model, tokens=sum(map(len, texts)))
         alone = score_without_cache(model, texts[:1])[0]
 
-        def compare(name: str, other: Tensor, alone: Tensor = alone,
-                    storage: str = storage) -> None:
-            results.append((f"{storage}: {name}", float((alone - other).abs().max())))
+        label = storage if products == "fp32" else f"{products} products"
+
+        def compare(name: str, other: Tensor, alone: Tensor = alone, label: str = label) -> None:
+            results.append((f"{label}: {name}", float((alone - other).abs().max())))
 
         for chunk in (1, 7, 64):
             compare(f"chunks of {chunk} through the cache",

@@ -8,6 +8,7 @@ one call (see `kilter.ops.cpu.tape`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,6 +41,10 @@ class Chunk(NamedTuple):
     size: int  # tokens to compute from ``request.computed`` on; their pages are allocated
     rows: int  # of how many of them, from the last, logits are wanted
     hidden: Callable[[Tensor], None] | None = None  # given [size, D] after the last norm
+
+
+class RanksLost(ConnectionError):
+    """A process that has a part of the model is gone or hangs; nothing can be computed any more."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,19 @@ class Executor:
 
     def close(self) -> None:
         """Lets go of what is beside this process; there is nothing, but over several ranks."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that have the model, by rank."""
+        return (os.getpid(),)
+
+    def on_loss(self, tell: Callable[[str], None]) -> None:
+        """``tell`` is called with a sentence, from any thread, once a process that has a part of
+        the model is lost. There are none, but over several ranks."""
+
+    def give_up(self) -> None:
+        """Lets a step that waits for another process fail at once (`RanksLost`), and all after it.
+        A step of this process alone goes on."""
 
     def take_weights(self, weights: ModelSource | Mapping[str, Tensor], storage: Storage) -> None:
         """Puts other weights of the same architecture into the model. Raises as `take_weights`;

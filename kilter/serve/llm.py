@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -85,26 +86,48 @@ class LLM:
         weights: how large matrices are held; ``auto`` keeps exactly what the file has.
         exact: row-invariant arithmetic, the default; False takes torch's own kernels.
         kv_dtype: format of the KV cache.
+        products: ``"bf16"`` rounds the factors of every matrix product to bfloat16
+            (docs/engine.md).
         context: longest prompt plus answer, tokens; default the model's, at most 8192.
         kv_tokens: tokens the KV cache holds over all requests; default four contexts.
         page_size: tokens per page, 1 to 64.
         max_running: requests that run together.
         policy: order of waiting requests: fcfs, prefix or priority.
+        tp: processes of this machine that the model is spread over (tensor parallelism), this one
+            and others that it starts; `close`, or the end of this one, ends them. On the exact
+            path answers have the same bits.
+        threads: CPU threads, of each process if there are several; default all cores.
 
     Raises:
         ValueError: for a model that cannot be used or settings that do not go together.
+        RanksLost: if one of several processes cannot start; and by all that computes, if one ends
+            or hangs. A new `LLM` is then needed, as after an interrupt in the middle of a step.
     """
 
     def __init__(self, model: str | Path, *, weights: Storage = "auto", device: str = "cpu",
                  exact: bool = True, kv_dtype: torch.dtype = torch.float32,
-                 context: int | None = None, kv_tokens: int | None = None, page_size: int = 16,
-                 max_running: int = 64, policy: Policy = "fcfs") -> None:
+                 products: str = "fp32", context: int | None = None, kv_tokens: int | None = None,
+                 page_size: int = 16, max_running: int = 64, policy: Policy = "fcfs", tp: int = 1,
+                 threads: int | None = None) -> None:
         self.engine: Engine = load_engine(
             resolve(model), storage=weights, device=device, exact=exact, kv_dtype=kv_dtype,
-            context=context, kv_tokens=kv_tokens, page_size=page_size, max_running=max_running,
-            policy=policy)
+            products=products, context=context, kv_tokens=kv_tokens, page_size=page_size,
+            max_running=max_running, policy=policy, tensor_parallel=tp, threads=threads)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.RLock()  # an engine is for one thread: calls take turns
+
+    def close(self) -> None:
+        """Ends the other processes of a model that is spread over several; the `LLM` can do
+        nothing afterwards. Alone it has nothing to end."""
+        with self._turn:
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,

@@ -71,7 +71,6 @@ class SamplingState:
         prompt_ids: the prompt; read for the repetition penalty alone.
         end_ids: the model's end tokens.
         index: which of the request's answers this is (of n or best_of).
-        seed: in place of ``params.seed``; a fresh one if both are None.
         grammar: kept in step with the tokens from here on.
         output_ids: tokens that were already chosen (the grammar has accepted them).
         drawn: how many numbers of the stream were used before, by an answer that this one goes on
@@ -79,12 +78,10 @@ class SamplingState:
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] = (), *,
-                 end_ids: Iterable[int] = (), index: int = 0, seed: int | None = None,
-                 grammar: TokenMask | None = None, output_ids: Sequence[int] = (),
-                 drawn: int = 0) -> None:
+                 end_ids: Iterable[int] = (), index: int = 0, grammar: TokenMask | None = None,
+                 output_ids: Sequence[int] = (), drawn: int = 0) -> None:
         self.params = params
-        self.seed = next((s for s in (seed, params.seed) if s is not None),
-                         secrets.randbits(64))
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.grammar = grammar
         self.generated = len(output_ids)
         self._drawn = drawn

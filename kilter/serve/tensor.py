@@ -11,7 +11,9 @@ radix tree needs to know of no rank. On the exact path the bits are those of one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kilter.comm.axis import Axis
-from kilter.comm.collectives import all_gather_rows, broadcast
+from kilter.comm.collectives import broadcast, gather
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
@@ -35,16 +37,18 @@ from kilter.parallel.load import read_shard
 from kilter.parallel.shards import Box, Shard
 from kilter.parallel.tensor import apply_tensor
 from kilter.serve.engine_config import EngineConfig
-from kilter.serve.executor import Executor, Inputs, local_spec
+from kilter.serve.executor import Executor, Inputs, RanksLost, local_spec
 from kilter.serve.pages import PagePool
 from kilter.serve.update import check_same_model
 from kilter.weights.bridge import ModelSource, open_model
-from kilter.weights.load import Storage, check_storage, put_weight
+from kilter.weights.load import Storage, check_products, check_storage, put_weight
 
 _STOP, _STEP, _COPY, _WEIGHTS = range(4)
 _ARRAYS = ("tokens_T", "positions_T", "cu_seqlens_S1", "context_S", "slots_T", "page_table_SP",
            "rows_N")
 _IDLE = timedelta(days=365)  # how long followers wait for a step
+_FIRST = 2048  # numbers of a command's first message, which is the only one for most
+_HEADER = len(_ARRAYS) + 3  # command, values in all, sizes
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,25 @@ def join(degree: int, rank: int, store: dist.Store, device: str = "cpu") -> Rank
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=degree,
-                            store=store, timeout=_IDLE)
-    return ranks_of(degree, rank, kind)
+    with _loopback():
+        # Commands go over gloo with any device: who waits for one in NCCL keeps its GPU busy.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", rank=rank,
+                                world_size=degree, store=store, timeout=_IDLE)
+        return ranks_of(degree, rank, kind)
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Gloo listens on this machine's own interface, not where its name leads; unless told to."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if name is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def ranks_of(degree: int, rank: int, kind: str = "cpu") -> Ranks:
@@ -77,7 +97,8 @@ def ranks_of(degree: int, rank: int, kind: str = "cpu") -> Ranks:
 
 
 def load_part(source: ModelSource, ranks: Ranks, *, storage: Storage = "auto", exact: bool = True,
-              kv_dtype: torch.dtype = torch.float32, max_positions: int | None = None,
+              kv_dtype: torch.dtype = torch.float32, products: str = "fp32",
+              max_positions: int | None = None,
               progress: Callable[[int, int], None] | None = None
               ) -> tuple[Decoder, dict[str, Shard]]:
     """This rank's part of a model for inference; it reads only its own bytes. Arguments as
@@ -87,8 +108,10 @@ def load_part(source: ModelSource, ranks: Ranks, *, storage: Storage = "auto", e
         ValueError: also for a degree that the model cannot be spread over.
     """
     check_storage(storage, exact, ranks.device)
+    check_products(products, ranks.device)
     with torch.device("meta"):
-        model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, max_positions=max_positions)
+        model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, products=products,
+                        max_positions=max_positions)
     shards = apply_tensor(model, ranks.axis, kv_sharers(model.spec, ranks.mesh), sequence=False)
     for done, name in enumerate(shards):
         _put_part(model, name, source, shards[name], storage, ranks.device)
@@ -120,10 +143,10 @@ def _put_part(model: Decoder, name: str, source: ModelSource, shard: Shard, stor
 class _LeadingPool(PagePool):
     """Rank 0's pages: the others copy theirs with it."""
 
-    ranks: Ranks
+    tell: Callable[[int, int, int], None]
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        _send(self.ranks, _COPY, [source, target, tokens], [])
+        self.tell(source, target, tokens)
         super().copy_page(source, target, tokens)
 
 
@@ -134,7 +157,7 @@ class TensorExecutor(Executor):
                  shards: Mapping[str, Shard]) -> None:
         pool = _LeadingPool(local_spec(model), config.num_pages, config.page_size, model.kv_dtype,
                             ranks.device)
-        pool.ranks = ranks
+        pool.tell = self._tell_copy
         super().__init__(model, pool, config.context_of(model.max_positions))
         self._ranks, self._shards = ranks, shards
         self.together = True  # whether the other ranks wait for a command
@@ -142,11 +165,12 @@ class TensorExecutor(Executor):
 
     def hidden(self, inputs: Inputs) -> Tensor:
         self._part()
-        _send(self._ranks, _STEP, *_pack(inputs))
+        self._tell(_STEP, *_pack(inputs))
         return super().hidden(inputs)
 
     def logits(self, hidden_TD: Tensor, inputs: Inputs) -> Tensor:
         logits_NV = _gathered(super().logits(hidden_TD, inputs), self.model.spec, self._ranks.axis)
+        assert logits_NV is not None
         self.together = True
         return logits_NV
 
@@ -164,14 +188,14 @@ class TensorExecutor(Executor):
                              f"missing on one side or differ in shape.")
         path = np.frombuffer(f"{storage}\n{weights.path.resolve()}".encode(), np.uint8)
         self._part()
-        _send(self._ranks, _WEIGHTS, [len(path)], [path.astype(np.int64)])
+        self._tell(_WEIGHTS, [len(path)], [path])
         _reload(self.model, self._shards, weights, storage, self._ranks)
         self.together = True
 
     def release(self) -> None:
         """Lets the other ranks return from `follow_steps`."""
         self._part()
-        _send(self._ranks, _STOP, [], [])
+        self._tell(_STOP, [])
         self.together = True
 
     def close(self) -> None:
@@ -180,9 +204,16 @@ class TensorExecutor(Executor):
             return
         self._closed = True
         if self.together:
-            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be told
-                _send(self._ranks, _STOP, [], [])
+            with contextlib.suppress(RuntimeError, RanksLost):  # who is gone cannot be told
+                self._tell(_STOP, [])
         dist.destroy_process_group()
+
+    def _tell(self, command: int, sizes: Sequence[int], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Says to all others what to do next."""
+        _send(self._ranks, command, sizes, arrays)
+
+    def _tell_copy(self, source: int, target: int, tokens: int) -> None:
+        self._tell(_COPY, [source, target, tokens])
 
     def _part(self) -> None:
         """Until they are together again the other ranks are at work."""
@@ -196,16 +227,9 @@ class TensorExecutor(Executor):
         return False  # a recording holds kernels, and here the ranks talk between them
 
 
-def follow(model: Decoder, config: EngineConfig, ranks: Ranks, shards: Mapping[str, Shard]
-           ) -> None:
-    """The life of any other rank: does what rank 0 says until that ends. The configuration is
-    rank 0's."""
-    follow_steps(Executor.of(model, config), ranks, shards)
-    dist.destroy_process_group()
-
-
 def follow_steps(executor: Executor, ranks: Ranks, shards: Mapping[str, Shard]) -> None:
-    """Does what rank 0 says until it releases its ranks (`TensorExecutor.release`) or ends."""
+    """The life of any other rank: does what rank 0 says until it releases its ranks
+    (`TensorExecutor.release`) or ends. The executor is of rank 0's sizes."""
     model = executor.model
     while True:
         command, sizes, values = _receive(ranks)
@@ -229,21 +253,23 @@ def _reload(model: Decoder, shards: Mapping[str, Shard], source: ModelSource, st
 
 
 @torch.inference_mode()
-def _gathered(logits_NV: Tensor, spec: ModelSpec, axis: Axis) -> Tensor:
-    """[N, V] of every rank's vocabulary rows."""
+def _gathered(logits_NV: Tensor, spec: ModelSpec, axis: Axis) -> Tensor | None:
+    """[N, V] of every rank's vocabulary rows on rank 0, None on the others."""
     chunk = vocab_chunk(spec.vocab_size)
     rows = [count * chunk for count in vocab_chunks(spec.vocab_size, axis.size)]
     rows[-1] -= sum(rows) - spec.vocab_size
-    logits_VN = all_gather_rows(logits_NV.t().contiguous(), axis, rows)
-    return logits_VN.t().contiguous()
+    padding = max(rows) - logits_NV.shape[1]  # process groups gather equal sizes only
+    parts = gather(torch.nn.functional.pad(logits_NV, (0, padding)) if padding else logits_NV, axis)
+    if parts is None:
+        return None
+    return torch.cat([part[:, :count] for part, count in zip(parts, rows, strict=True)], 1)
 
 
 def _pack(inputs: Inputs) -> tuple[list[int], list[np.ndarray]]:
     """A step's arrays end to end, and the numbers that take them apart again."""
     arrays = [getattr(inputs, name) for name in _ARRAYS]
     sizes = [-1 if a is None else a.size for a in arrays]
-    return [*sizes, inputs.page_table_SP.shape[1]], [
-        a.astype(np.int64).ravel() for a in arrays if a is not None]
+    return [*sizes, inputs.page_table_SP.shape[1]], [a.ravel() for a in arrays if a is not None]
 
 
 def _unpack(sizes: list[int], values: np.ndarray) -> Inputs:
@@ -256,29 +282,30 @@ def _unpack(sizes: list[int], values: np.ndarray) -> Inputs:
             continue
         array = values[at:at + size]
         at += size
-        found.append(array if name in ("tokens_T", "rows_N") else array.astype(np.int32))
+        found.append(array.astype(np.int64) if name in ("tokens_T", "rows_N") else array)
     table = found[5]
     assert table is not None
     found[5] = table.reshape(-1, width)
     return Inputs(*found)  # type: ignore[arg-type]
 
 
-_HEADER = len(_ARRAYS) + 3  # command, values in all, sizes
-
-
-def _send(ranks: Ranks, command: int, sizes: list[int], arrays: list[np.ndarray]) -> None:
-    values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
-    header = torch.zeros(_HEADER, dtype=torch.int64)
-    header[:2 + len(sizes)] = torch.tensor([command, len(values), *sizes])
-    broadcast(header.to(ranks.device), ranks.axis)
-    if len(values):
-        broadcast(torch.from_numpy(values).to(ranks.device), ranks.axis)
+def _send(ranks: Ranks, command: int, sizes: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+    """A command in one message, and a second one where its values do not fit the first."""
+    values = np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
+    head, rest = values[:_FIRST - _HEADER], values[_FIRST - _HEADER:]
+    first = np.zeros(_FIRST, np.int32)
+    first[:2 + len(sizes)] = command, len(values), *sizes
+    first[_HEADER:_HEADER + len(head)] = head
+    broadcast(torch.from_numpy(first), ranks.axis)
+    if len(rest):
+        broadcast(torch.from_numpy(rest), ranks.axis)
 
 
 def _receive(ranks: Ranks) -> tuple[int, list[int], np.ndarray]:
-    header = broadcast(torch.zeros(_HEADER, dtype=torch.int64, device=ranks.device), ranks.axis)
-    command, count, *sizes = header.tolist()
-    values = torch.empty(count, dtype=torch.int64, device=ranks.device)
-    if count:
-        broadcast(values, ranks.axis)
-    return command, sizes, values.cpu().numpy()
+    first = broadcast(torch.empty(_FIRST, dtype=torch.int32), ranks.axis).numpy()
+    command, count, *sizes = first[:_HEADER].tolist()
+    values = np.empty(count, np.int32)
+    values[:_FIRST - _HEADER] = first[_HEADER:_HEADER + count]
+    if len(rest := values[_FIRST - _HEADER:]):
+        broadcast(torch.from_numpy(rest), ranks.axis)
+    return command, sizes, values

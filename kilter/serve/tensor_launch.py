@@ -1,6 +1,8 @@
 """Starts the tensor-parallel ranks of an engine on this machine: this process is rank 0.
 
-The others are this module run by itself; they end when rank 0 says so, or when it is gone.
+The others are this module run by itself; they end when rank 0 says so, or when it is gone. If one
+of them ends before that, or hangs, all are given up: what waits for them fails with `RanksLost`,
+which says what happened, and so does everything after it.
 """
 
 from __future__ import annotations
@@ -10,28 +12,33 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from kilter.ops.cpu import library
 from kilter.parallel.heads import split_model
+from kilter.serve import tensor_processes
 from kilter.serve.engine import Engine
 from kilter.serve.engine_config import EngineConfig
-from kilter.serve.load import open_tokenizer
+from kilter.serve.executor import Chunk, Executor, RanksLost
 from kilter.serve.scheduler import SchedulerConfig
-from kilter.serve.tensor import TensorExecutor, follow, join, load_part
+from kilter.serve.tensor import TensorExecutor, follow_steps, join, load_part
+from kilter.serve.tensor_processes import Processes, key_of, said
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.load import Storage
+from kilter.weights.tokenizer import open_tokenizer
 
-_FAREWELL = 10.0  # seconds that ranks get to end by themselves
+STEP_TIMEOUT = 300.0  # seconds after which a step is taken to hang
 
 
 @dataclass(frozen=True)
@@ -50,56 +57,58 @@ class TensorOptions:
     device: str
     exact: bool
     kv_dtype: str
+    products: str
     context: int
     threads: int
 
 
 def start_tensor_engine(source: ModelSource, options: TensorOptions, config: EngineConfig, *,
-                        progress: Callable[[int, int], None] | None = None,
-                        lost: Callable[[str], None] | None = None) -> Engine:
-    """An engine whose model is spread over ``degree`` processes of this machine. `Engine.close`
-    ends the others; so does the end of this process.
+                        step_timeout: float = STEP_TIMEOUT,
+                        progress: Callable[[int, int], None] | None = None) -> Engine:
+    """An engine whose model is spread over ``degree`` processes of this machine, all of which are
+    ready. `Engine.close` ends the others; so does the end of this process.
 
     Args:
-        lost: called with a sentence, from a thread, when another rank has died. The default says
-            it on stderr and ends this process: nothing here could go on.
+        step_timeout: seconds after which a step that has not ended is given up with its ranks.
 
     Raises:
         ValueError: for a degree that the model or this machine's devices cannot be spread over, or
             if torch's default process group is in use.
+        RanksLost: if another rank cannot start.
     """
     split_model(source.spec, options.degree)
     if dist.is_initialized():
         raise ValueError("A tensor-parallel engine makes torch's default process group of its own "
                          "ranks, but this process is in one already. Close the other engine, or "
                          "start this one in another process.")
+    if options.device not in ("cpu", "cuda"):
+        raise ValueError(f"The device is {options.device!r}, but {options.degree} tensor-parallel "
+                         f"ranks take one each: choose cpu or cuda.")
     if options.device == "cuda" and torch.cuda.device_count() < options.degree:
         raise ValueError(f"{options.degree} tensor-parallel ranks need as many GPUs, but this "
                          f"machine shows {torch.cuda.device_count()}.")
-    store = dist.TCPStore("127.0.0.1", 0, options.degree, is_master=True, wait_for_workers=False)
-    told = json.dumps({"path": str(source.path.resolve()), "port": store.port,
-                       "options": asdict(options), "config": asdict(config),
-                       "parent": os.getpid()})
-    ranks = [subprocess.Popen([sys.executable, "-m", __name__, str(rank), told],
-                              stdin=subprocess.DEVNULL, start_new_session=True)
-             for rank in range(1, options.degree)]
-    others = _Others(ranks, lost or _end)
+    others = Processes(options.degree, __name__, {
+        "path": str(source.path.resolve()), "options": asdict(options), "config": asdict(config)},
+        step_timeout)
     try:
         library.set_num_threads(options.threads)
         torch.set_num_threads(options.threads)
-        me = join(options.degree, 0, store, options.device)
+        others.wait_for("here")
+        me = join(options.degree, 0, others.store, options.device)
         model, shards = load_part(source, me, storage=options.storage, exact=options.exact,
                                   kv_dtype=getattr(torch, options.kv_dtype),
-                                  max_positions=options.context, progress=progress)
+                                  products=options.products, max_positions=options.context,
+                                  progress=progress)
         executor = _LeadingExecutor(model, config, me, shards)
         executor.others = others
         engine = Engine(model, open_tokenizer(source), config, executor)
+        others.wait_for("ready")
     except BaseException:
-        others.expected = True
-        others.reap(0.0)
+        others.kill()
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
+    others.watch()
     atexit.register(executor.close)
     return engine
 
@@ -107,14 +116,67 @@ def start_tensor_engine(source: ModelSource, options: TensorOptions, config: Eng
 class _LeadingExecutor(TensorExecutor):
     """Rank 0's executor where the other ranks are processes that this one started."""
 
-    others: _Others
+    others: Processes
+
+    def run(self, work: Sequence[Chunk]) -> Tensor:
+        with self._work():
+            return super().run(work)
+
+    def take_weights(self, weights: ModelSource | Mapping[str, Tensor], storage: Storage) -> None:
+        with self._work(timed=False):  # reading takes as long as the disk does
+            super().take_weights(weights, storage)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (os.getpid(), *(process.pid for process in self.others.processes))
+
+    def on_loss(self, tell: Callable[[str], None]) -> None:
+        self.others.listen(tell)
+
+    def give_up(self) -> None:
+        self.others.lose("The tensor-parallel ranks were given up in the middle of a step.")
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self.others.expected = True
+        ranks = self.others
+        if ranks.expected:
+            return
+        ranks.expected = True
+        # A rank that is in the middle of a step hears nothing, and one that hangs holds up its
+        # caller.
+        hung = threading.Timer(tensor_processes.FAREWELL if self.together else 0.0, ranks.kill)
+        hung.start()
         super().close()
-        # Ranks that are in the middle of a step hear nothing.
-        self.others.reap(_FAREWELL if self.together else 0.0)
+        ranks.reap()
+        hung.cancel()
+
+    def _tell(self, command: int, sizes: Sequence[int], arrays: Sequence[np.ndarray] = ()) -> None:
+        with self._work():
+            was, self.together = self.together, False
+            super()._tell(command, sizes, arrays)
+            self.together = was
+
+    def _tell_copy(self, source: int, target: int, tokens: int) -> None:
+        with contextlib.suppress(RanksLost):  # the step that it is for will say so
+            super()._tell_copy(source, target, tokens)
+
+    @contextlib.contextmanager
+    def _work(self, timed: bool = True) -> Iterator[None]:
+        """What cannot be done without the others. An error that comes before they were asked for
+        anything is what it is; any other leaves them out of step."""
+        if self.others.lost is not None:
+            raise RanksLost(self.others.lost)
+        before = self.others.since
+        self.others.since = before or (time.monotonic() if timed else None)
+        try:
+            yield
+        except Exception as error:
+            if self.together or isinstance(error, RanksLost):
+                raise
+            raise RanksLost(self.others.lose(f"Tensor-parallel rank 0 failed: {said(error)}")
+                            ) from error
+        finally:
+            self.others.since = before
 
 
 def _rank(rank: int, told: str) -> None:
@@ -127,57 +189,25 @@ def _rank(rank: int, told: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(facts["parent"],), daemon=True).start()
-    library.set_num_threads(options.threads)
-    torch.set_num_threads(options.threads)
     store = dist.TCPStore("127.0.0.1", facts["port"], options.degree, is_master=False)
-    me = join(options.degree, rank, store, options.device)
-    model, shards = load_part(open_model(Path(facts["path"])), me, storage=options.storage,
-                              exact=options.exact, kv_dtype=getattr(torch, options.kv_dtype),
-                              max_positions=options.context)
     try:
-        follow(model, config, me, shards)
-    except RuntimeError as error:  # another rank is gone; rank 0 says so
-        if facts["parent"] == os.getppid() and "onnection" not in str(error):
-            raise
+        library.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads)
+        store.set(key_of("here", rank), "")
+        me = join(options.degree, rank, store, options.device)
+        model, shards = load_part(open_model(Path(facts["path"])), me, storage=options.storage,
+                                  exact=options.exact, kv_dtype=getattr(torch, options.kv_dtype),
+                                  products=options.products, max_positions=options.context)
+        executor = Executor.of(model, config)
+        store.set(key_of("ready", rank), "")
+        follow_steps(executor, me, shards)
+        dist.destroy_process_group()
+    except BaseException as error:
+        trace = "" if isinstance(error, ValueError | OSError | MemoryError) else (
+            traceback.format_exc())
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            store.set(key_of("failed", rank), json.dumps([time.monotonic(), said(error), trace]))
         os._exit(1)
-
-
-class _Others:
-    """The processes of the other ranks; notices when one ends before it is told to.
-
-    Attributes:
-        expected: whether they are to end.
-    """
-
-    def __init__(self, processes: list[subprocess.Popen[bytes]],
-                 lost: Callable[[str], None]) -> None:
-        self.processes, self._lost = processes, lost
-        self.expected = False
-        threading.Thread(target=self._watch, name="kilter-tp-watch", daemon=True).start()
-
-    def reap(self, seconds: float) -> None:
-        """Waits so long for each to end, and kills those that do not."""
-        for process in self.processes:
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def _watch(self) -> None:
-        while not self.expected:
-            for rank, process in enumerate(self.processes, 1):
-                if process.poll() is not None and not self.expected:
-                    self._lost(f"Tensor-parallel rank {rank} has ended with exit code "
-                               f"{process.returncode}; the engine cannot go on without it.")
-                    return
-            time.sleep(0.2)
-
-
-def _end(sentence: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"kilter: error: {sentence}\n".encode())
-    os._exit(1)
 
 
 def _end_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: found while it streams, and forced by a grammar.
+"""Tool calls in a model's text, found while it streams.
 
 Two ways of writing a call are known; `tool_format` tells from a chat template which one a model was
 tuned on:
@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from kilter.serve.grammar import JSON_OPTIONS
-from kilter.serve.params import GrammarSpec
+from typing import Literal
 
 ToolFormat = Literal["hermes", "llama3"]
 
-_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule for function names
 _JSON_OUTSIDE_STRINGS = re.compile(r"[,:\s0-9a-zA-Z+.-]")  # brackets and quotes aside
 # The start of a call in the usual order of keys, after which arguments can be given out.
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"'
@@ -78,7 +74,7 @@ class ToolCall:
 
 def tool_format(chat_template: str) -> ToolFormat | None:
     """The way of writing calls that a chat template shows, or None."""
-    if _HERMES_OPEN in chat_template:
+    if HERMES_OPEN in chat_template:
         return "hermes"
     if _PYTHON_TAG in chat_template or ('"parameters"' in chat_template
                                         and "ipython" in chat_template):
@@ -121,7 +117,7 @@ class ToolParser:
         if format not in ("hermes", "llama3"):
             raise ValueError(f"The tool format is {format!r} but must be hermes or llama3.")
         self._hermes = format == "hermes"
-        self._marker = _HERMES_OPEN if self._hermes else _PYTHON_TAG
+        self._marker = HERMES_OPEN if self._hermes else _PYTHON_TAG
         self._names = None if names is None else frozenset(names)
         self._waiting = ""  # text whose meaning is still open
         self._blank = True  # llama3: only blanks came so far, so a "{" begins a call
@@ -205,7 +201,7 @@ class ToolParser:
     def _skip_separator(self, final: bool) -> bool:
         """What stands between calls: the closing marker, or a semicolon. False to wait for more."""
         rest = self._waiting.lstrip()
-        closing = _HERMES_CLOSE if self._hermes else ";"
+        closing = HERMES_CLOSE if self._hermes else ";"
         if rest.startswith(closing):
             self._waiting = rest[len(closing):]
             return True
@@ -353,70 +349,3 @@ def _joined(events: list[ToolEvent]) -> list[ToolEvent]:
         else:
             joined.append(event)
     return joined
-
-
-# ---- calls that must be made ----
-
-def tool_call_grammar(tools: Sequence[Mapping[str, Any]], format: ToolFormat,
-                      function: str | None = None, parallel: bool = True) -> GrammarSpec:
-    """The grammar of an answer that is nothing but calls: OpenAI's tool_choice "required", or a
-    named ``function``.
-
-    Args:
-        tools: as OpenAI's API has them: ``{"type": "function", "function": {"name": ...,
-            "parameters": <JSON schema>}}``.
-        parallel: allow more than one call (never for a named function).
-
-    Raises:
-        ValueError: listing every tool that is malformed, or if there is none of that name.
-    """
-    schemas = _schemas_of(tools)
-    if function is not None:
-        if function not in schemas:
-            raise ValueError(f"tool_choice names the function {function!r}, which is not among the "
-                             f"tools: {', '.join(schemas) or 'there are none'}.")
-        schemas = {function: schemas[function]}
-    if not schemas:
-        raise ValueError("tool_choice requires a tool call, but there are no tools.")
-    if format == "hermes":
-        key, before, after, between = "arguments", f"{_HERMES_OPEN}\n", f"\n{_HERMES_CLOSE}", "\n"
-    else:
-        key, before, after, between = "parameters", "", "", "; "
-    more = f" ({json.dumps(between)} call)*" if parallel and function is None else ""
-    rules = [f"start: call{more}",
-             "call: " + " | ".join(f"call{i}" for i in range(len(schemas)))]
-    for i, (name, schema) in enumerate(schemas.items()):
-        opening = json.dumps(f'{before}{{"name": "{name}", "{key}": ')
-        rules.append(f"call{i}: {opening} %json {schema} {json.dumps('}' + after)}")
-    return GrammarSpec("ebnf", "\n".join(rules) + "\n")
-
-
-def _schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Each tool's name and its parameters' schema as JSON."""
-    schemas: dict[str, str] = {}
-    problems = []
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
-            problems.append(f"tool {i} is not of the form {{\"type\": \"function\", \"function\": "
-                            f"{{...}}}}")
-        elif not isinstance(name, str) or not _NAME.fullmatch(name):
-            problems.append(f"tool {i} has the name {name!r}, but names are 1 to 64 letters, "
-                            f"digits, _ or -")
-        elif name in schemas:
-            problems.append(f"two tools have the name {name!r}")
-        else:
-            schema = function.get("parameters") or {"type": "object", "properties": {}}
-            if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-                problems.append(f"the parameters of tool {name!r} are not a JSON schema of an "
-                                f"object")
-                continue
-            try:
-                schemas[name] = GrammarSpec.json_schema(
-                    {"type": "object", **schema, "x-guidance": JSON_OPTIONS}).text
-            except ValueError as error:
-                problems.append(f"tool {name!r}: {str(error).rstrip('.')}")
-    if problems:
-        raise ValueError("These tools cannot be used: " + "; ".join(problems) + ".")
-    return schemas

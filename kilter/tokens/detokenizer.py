@@ -1,7 +1,7 @@
 """From tokens back to text, one token at a time, for streaming.
 
-Bytes go through an incremental UTF-8 decoder, so a character is given out when it is complete and
-never before; then through the stop strings, which hold back only what may still become a stop.
+`Detokenizer` puts bytes through an incremental UTF-8 decoder, so a character is given out when it
+is complete and never before; `StopChecker` holds back only what may still become a stop string.
 Both keep constant state: the cost of a token does not depend on how many came before.
 """
 
@@ -25,8 +25,8 @@ class TokenBytes(Protocol):
 class Detokenizer:
     """Text of a growing sequence of tokens.
 
-    The pieces returned by `push` and `finish`, joined, equal `tokenizer.decode` of all tokens, cut
-    before the first stop string. A U+FFFD appears only where bytes really are invalid UTF-8.
+    The pieces returned by `push` and `finish`, joined, equal `tokenizer.decode` of all tokens. A
+    U+FFFD appears only where bytes really are invalid UTF-8.
 
     prompt_tail: the tokens that came before (the last few are enough). Their text is not given
         out, but a character that they began is completed, and a first space is kept where the text
@@ -36,38 +36,27 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: TokenBytes,
-        stops: Sequence[str] = (),
         skip_special_tokens: bool = True,
         prompt_tail: Sequence[int] = (),
-        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next_space = tokenizer.strips_first_space
-        self._stops = StopChecker(stops, include_stop)
         for token_id in prompt_tail:
-            self._decode(token_id)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the text, once one has; nothing is given out after it."""
-        return self._stops.matched
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that is final now, which may be ""."""
-        return self._stops.push(self._decode(token_id))
-
-    def finish(self) -> str:
-        """End the text: return what was held back, a cut-off character as U+FFFD."""
-        return self._stops.push(self._utf8.decode(b"", final=True)) + self._stops.finish()
-
-    def _decode(self, token_id: int) -> str:
         data = b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
         if data and self._strip_next_space:
             self._strip_next_space = False
             data = data.removeprefix(b" ")
         return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """End the text: return what was held back, a cut-off character as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
 
 
 class StopChecker:

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -176,6 +176,11 @@ class ChatTemplate:
         if self.takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         return "".join(texts)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of the variables that the template reads and does not set itself."""
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self.source)))
 
     @cached_property
     def takes_parts(self) -> bool:

@@ -157,12 +157,23 @@ class Tokenizer:
         # A batch of one: unlike `encode`, it lets other threads run meanwhile.
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text without added special tokens, and the characters [begin, end) of it
-        that each stands for. Raises as `encode`."""
-        _check_well_formed(text)
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+    def encode_batch(self, texts: Sequence[str], parse_special: bool = True) -> list[list[int]]:
+        """As `encode`, of many texts at once on all cores, without added special tokens."""
+        backend = self._backend if parse_special else self._literal_backend
+        for text in texts:
+            _check_well_formed(text)
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def encode_batch_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text its token ids without added special tokens, and the characters [begin, end)
+        that each of them stands for, white space included. Raises as `encode`."""
+        for text in texts:
+            _check_well_formed(text)
+        found = self._untrimmed_backend.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in found]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens; invalid UTF-8 becomes U+FFFD, one per maximal invalid part."""
@@ -198,6 +209,13 @@ class Tokenizer:
         literal = Backend.from_str(self._backend.to_str())
         literal.encode_special_tokens = True
         return literal
+
+    @cached_property
+    def _untrimmed_backend(self) -> Backend:
+        """A pipeline without the post-processor, which in some models takes white space out of
+        offsets, so that a token of a line feed would stand for no character."""
+        pipeline = json.loads(self._backend.to_str())
+        return Backend.from_str(json.dumps({**pipeline, "post_processor": None}))
 
     # ---- chats ----
 

@@ -4,56 +4,49 @@
       step-00000100/          a folder with this name is complete: it is renamed when it is
         .metadata, *.distcp   torch's distributed checkpoint (DCP): parameters and optimizer states
         trainer.json          step, data position, the job, the layout it was written under
-      step-00000200.partial/  being written, or left by a run that died
+      step-00000200.partial/  being written or removed, or left by a run that died
 
-Tensors are written as the boxes of the whole parameters that their ranks own, under the parameters'
-own names, so reading one is asking for other boxes of the same thing: other degrees, other numbers
-of ranks, one process.
+The folder is locked while a run writes to it. Tensors are written as the boxes of the whole
+parameters that their ranks own, under the parameters' own names, so reading one is asking for other
+boxes of the same thing: other degrees, other numbers of ranks, one process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from kilter.comm.axis import Axis
-from kilter.comm.collectives import barrier
-from kilter.parallel.data import Held
-from kilter.parallel.shards import Shard
+from kilter.train.pieces import (
+    INDEX,
+    Pieces,
+    PiecesError,
+    load_pieces,
+    save_pieces,
+    stored_shapes,
+)
 
 _NAME = re.compile(r"step-(\d+)")
 _FACTS = "trainer.json"
+_FORMAT = 1  # of what a checkpoint holds and how
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there or does not fit; the message says what to do."""
+    """A checkpoint that is not there, does not fit or cannot be written; the message says what to
+    do."""
 
 
 @dataclass(frozen=True)
@@ -76,104 +69,16 @@ class CheckpointConfig:
                              f"be: neither number may be negative.")
 
 
-class Pieces:
-    """A rank's local tensor as boxes of a whole one, in the form that DCP saves and loads.
-
-    Args:
-        local: the boxes stacked along dim 0; loading writes into it.
-    """
-
-    def __init__(self, local: Tensor, shard: Shard) -> None:
-        self._shape = torch.Size(shard.shape)
-        self._parts = [(box, own, part) for box, own, part in shard.parts(local) if part.numel()]
-
-    def copy(self) -> Pieces:
-        """The owned boxes with a copy of their data, on the CPU."""
-        copied = object.__new__(Pieces)
-        copied._shape = self._shape
-        copied._parts = [(box, own, part.detach().to("cpu", copy=True))
-                         for box, own, part in self._parts if own]
-        return copied
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        return [WriteItem(index=MetadataIndex(fqn, torch.Size(box.start)),
-                          type=WriteItemType.SHARD,
-                          tensor_data=TensorWriteData(
-                              chunk=ChunkStorageMetadata(torch.Size(box.start),
-                                                         torch.Size(box.size)),
-                              properties=TensorProperties.create_from_tensor(part),
-                              size=self._shape))
-                for box, own, part in self._parts if own]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
-                for box, _, _ in self._parts]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box, _, part in self._parts:
-            if index.offset is not None and tuple(index.offset) == box.start:
-                return part
-        raise CheckpointError(f"There is no part of {index.fqn} at {index.offset} on this rank.")
-
-
-def pieces_of(held: Sequence[Held], states: Mapping[str, Mapping[str, Tensor]],
-              model: str = "model", optimizer: str = "optimizer") -> dict[str, Pieces]:
-    """What a checkpoint has of a model that is trained: this rank's part of the parameters and of
-    the optimizer's states, by name.
-
-    Args:
-        states: `Optimizer.states`.
-        model, optimizer: what the names begin with.
-    """
-    found = {}
-    for part in held:
-        found[f"{model}.{part.name}"] = Pieces(part.tensor, part.shard)
-        for key, state in states[part.name].items():
-            found[f"{optimizer}.{part.name}.{key}"] = (
-                Pieces(state, part.shard) if state.dim() else
-                Pieces(state.view(1), _number_of(part.shard)))
-    return found
-
-
-def _number_of(shard: Shard) -> Shard:
-    """Of one number per parameter, which all its ranks hold: the rank that owns the parameter's
-    first element owns it."""
-    owned = any(own and not any(box.start)
-                for box, own in zip(shard.boxes, shard.owned, strict=True))
-    return Shard.whole((1,), owned)
-
-
-class _Saver(DefaultSavePlanner):
-    """DCP's planner, which itself finds parts of tensor classes only."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class _Loader(DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: Any, metadata: Any = None,
-                       is_coordinator: bool = False) -> None:
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator, self.mappings = metadata, is_coordinator, {}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
-        return LoadPlan([item for name, pieces in self.state_dict.items()
-                         for item in create_read_items_for_chunk_list(
-                             name, cast(TensorStorageMetadata, stored[name]),
-                             pieces.__create_chunk_list__())])
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
 class Checkpointer:
     """Writes and finds the checkpoints of one run.
 
     Args:
         folder: where the ``step-…`` folders are.
         world: all ranks; they call every method together.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder cannot be made, is not the same one for all of
+            them, or another run has it.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, world: Axis) -> None:
@@ -184,11 +89,14 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         # The writer talks beside the training's collectives, so it has a group of its own.
         self._group = dist.new_group(list(world.ranks), backend="gloo") if world.size > 1 else None
-        if world.index == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob("step-*.partial"):
-                shutil.rmtree(left, ignore_errors=True)
-        barrier(world)
+        self._lock: int | None = None
+        self._on_first(self._take)
+        if self._group is not None:
+            try:
+                self._check_shared(self._group)
+            except BaseException:
+                self.close()
+                raise
 
     def save(self, step: int, tensors: Mapping[str, Pieces], facts: Mapping[str, Any]) -> None:
         """Writes the checkpoint of a step; with ``asynchronous`` returns when a copy is made.
@@ -197,51 +105,151 @@ class Checkpointer:
             facts: what `trainer.json` holds; the same on all ranks.
 
         Raises:
-            OSError: if writing failed; with ``asynchronous``, the next call or `wait` raises it.
+            CheckpointError: on all ranks, if writing failed on any; with ``asynchronous``, the next
+                call or `wait` raises it, and `failed` tells. Nothing is left of it, and the
+                checkpoints before it are untouched.
         """
         self.wait()
         copies = {name: pieces.copy() for name, pieces in tensors.items()}
-        text = json.dumps({"step": step, **facts}, indent=1)
+        text = json.dumps({"format": _FORMAT, "step": step, **facts}, indent=1)
         self._writing = self._thread.submit(self._write, step, copies, text)
         if not self._config.asynchronous:
             self.wait()
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last write is known to have failed."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Until nothing is being written. Raises CheckpointError, as `save`."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def close(self) -> None:
-        self.wait()
-        self._thread.shutdown()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def _take(self) -> None:
+        """Makes the folder this run's, and removes what a run left that died in it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CheckpointError(f"Another run is writing to {self._folder}. Wait for its end or "
+                                  "stop it, or name another output folder.") from None
+        except OSError:  # a file system without locks
+            os.close(lock)
+        else:
+            self._lock = lock
+        for left in self._folder.glob("step-*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _check_shared(self, group: dist.ProcessGroup) -> None:
+        """That all ranks write to one place: else what some write would never be read again."""
+        token: list[str | None] = [secrets.token_hex(8)]
+        dist.broadcast_object_list(token, self._world.ranks[0], group=group)
+        mark = self._folder / f"step-{token[0]}.partial"
+        self._on_first(mark.mkdir)
+        seen: list[bool | None] = [None] * self._world.size
+        dist.all_gather_object(seen, mark.is_dir(), group=group)
+        self._on_first(mark.rmdir)
+        if blind := [rank for rank, sees in enumerate(seen) if not sees]:
+            raise CheckpointError(
+                f"What rank 0 writes to {self._folder} is not there for rank"
+                f"{'s' if len(blind) > 1 else ''} {', '.join(map(str, blind))}. Let output be a "
+                "folder on a file system that all machines share.")
+
+    def _on_first(self, work: Callable[[], None]) -> None:
+        """Rank 0 works, and all wait for it and raise `CheckpointError` if it failed."""
+        failure: str | None = None
+        if self._world.index == 0:
+            try:
+                work()
+            except CheckpointError as error:
+                failure = str(error)
+            except OSError as error:
+                failure = f"{error.filename or self._folder}: {error.strerror}"
+        told = [failure]
+        if self._group is not None:
+            dist.broadcast_object_list(told, self._world.ranks[0], group=self._group)
+        if told[0] is not None:
+            raise CheckpointError(told[0])
 
     def _write(self, step: int, tensors: dict[str, Pieces], text: str) -> None:
         final = self._folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
-        if self._world.index == 0:
+
+        def begin() -> None:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / _FACTS).write_text(text, encoding="utf-8")
-        if self._group is not None:
-            dist.barrier(self._group)
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial),
-                 planner=_Saver(flatten_state_dict=False, flatten_sharded_tensors=False),
-                 process_group=self._group, no_dist=self._group is None)
-        if self._world.index == 0:
-            if final.exists():
-                shutil.rmtree(final)
+            partial.mkdir()
+            with open(partial / _FACTS, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # the rest is synced by DCP
+
+        def end() -> None:
+            if final.exists():  # but is not whole, or the run would have gone on from it
+                _remove(final)
             os.replace(partial, final)
-            for old in checkpoints(self._folder)[:-self._config.keep] if self._config.keep else ():
-                shutil.rmtree(old, ignore_errors=True)
-        if self._group is not None:
-            dist.barrier(self._group)
+            _sync(self._folder)
+            if self._config.keep:
+                for old in checkpoints(self._folder)[:-self._config.keep]:
+                    with suppress(OSError):  # then the next one removes it too
+                        _remove(old)
+
+        try:
+            self._on_first(begin)
+            save_pieces(tensors, partial, self._group)
+            self._on_first(end)
+        except (CheckpointError, PiecesError) as error:
+            why = str(error)
+            self._on_first(lambda: self._lost(step, why, partial))
+
+    def _lost(self, step: int, why: str, partial: Path) -> None:
+        """Removes what there is of a checkpoint that could not be written, and raises."""
+        free = ""
+        with suppress(OSError):
+            free = f"; {shutil.disk_usage(self._folder).free / 1e9:.2f} GB are free there"
+        shutil.rmtree(partial, ignore_errors=True)
+        whole = checkpoints(self._folder)
+        raise CheckpointError(
+            f"The checkpoint of step {step} could not be written to {self._folder} ({why}{free}). "
+            "Make room for it, or mend what is wrong there; the same command then "
+            + (f"goes on from {whole[-1].name}, which is whole." if whole else
+               "starts again, as there was none before it."))
+
+
+def _remove(checkpoint: Path) -> None:
+    """Renames first: half removed, it must not look whole."""
+    aside = checkpoint.with_name(checkpoint.name + ".partial")
+    os.replace(checkpoint, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Puts a folder's entries on the disk, where the file system can."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a run's folder, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)
-             and (path / ".metadata").is_file()]
+             and (path / INDEX).is_file()]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
@@ -249,35 +257,48 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     """What `Checkpointer.save` was given as facts, and the step.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint.
+        CheckpointError: if the folder is no checkpoint, or one of another version.
     """
     try:
         facts = json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} is not a complete checkpoint ({error}); name a "
-                              f"folder step-… that holds {_FACTS}.") from None
-    assert isinstance(facts, dict)
+        raise _damaged(checkpoint, str(error)) from None
+    if not isinstance(facts, dict) or "step" not in facts:
+        raise _damaged(checkpoint, f"{_FACTS} says no step")
+    if facts.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{checkpoint} was written by another version of Kilter, in the format "
+            f"{facts.get('format', 0)}; this version reads the format {_FORMAT}. Finish the run "
+            "with that version, or name another output folder.")
     return facts
+
+
+def _damaged(checkpoint: Path, why: str) -> CheckpointError:
+    before = [path.name for path in checkpoints(checkpoint.parent) if path.name < checkpoint.name]
+    return CheckpointError(
+        f"{checkpoint} cannot be read ({why}); it is damaged or no checkpoint. Put it back as it "
+        "was, or remove it: the same command then "
+        + (f"goes on from {before[-1]}." if before else
+           "starts again, as there is none before it."))
 
 
 def load_tensors(checkpoint: Path, tensors: Mapping[str, Pieces], world: Axis) -> None:
     """Fills the pieces' tensors; each rank reads its own boxes, whatever layout wrote them.
 
     Raises:
-        CheckpointError: for a tensor that the checkpoint does not have, or has in another shape.
+        CheckpointError: for a tensor that the checkpoint does not have, or has in another shape;
+            on all ranks, if it is damaged.
     """
-    reader = dcp.FileSystemReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
-    problems = []
-    for name, pieces in tensors.items():
-        if name not in stored:
-            problems.append(f"{name} is not in it")
-        elif (size := getattr(stored[name], "size", None)) != pieces._shape:
-            problems.append(f"{name} has shape {list(size or ())} there and "
-                            f"{list(pieces._shape)} here")
-    if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"The checkpoint {checkpoint} is not of this model and optimizer: "
-                              f"{'; '.join(problems[:10])}{more}.")
-    dcp.load(dict(tensors), storage_reader=reader, planner=_Loader(),
-             process_group=world.group, no_dist=world.size == 1)
+    try:
+        stored = stored_shapes(checkpoint)
+        problems = [
+            f"{name} is not in it" if name not in stored else
+            f"{name} has shape {list(stored[name])} there and {list(pieces.shape)} here"
+            for name, pieces in tensors.items() if stored.get(name) != tuple(pieces.shape)]
+        if problems:
+            more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise CheckpointError(f"The checkpoint {checkpoint} is not of this model and "
+                                  f"optimizer: {'; '.join(problems[:10])}{more}.")
+        load_pieces(tensors, checkpoint, world.group)
+    except PiecesError as error:
+        raise _damaged(checkpoint, str(error)) from None

@@ -6,7 +6,7 @@
     path = "smollm2-135m"
     [data]
     seq_len = 512
-    sources = [{ paths = "shakespeare/*.txt" }]
+    sources = [{ paths = ["shakespeare/*.txt"] }]
     [layout]
     dp = 2
     zero = 3
@@ -23,7 +23,7 @@ from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
 from kilter.train.checkpoint import CheckpointConfig
-from kilter.train.data.config import DataConfig
+from kilter.train.data.config import ChatConfig, DataConfig
 from kilter.train.lora import LoraConfig
 from kilter.train.optimizer import OptimizerConfig
 from kilter.train.preference.config import DpoConfig
@@ -33,7 +33,9 @@ Kind = Literal["pretrain", "sft", "reward", "dpo"]
 OF_PAIRS: tuple[Kind, ...] = ("reward", "dpo")
 Precision = Literal["fp32", "bf16"]
 KVFormat = Literal["fp32", "bf16", "fp16"]
+Products = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
+_YEAR = 365 * 24 * 3600  # seconds
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class ModelConfig:
         exact: the row-invariant arithmetic that the engine has; false takes torch's own kernels.
         kv_dtype: the format keys and values are rounded to before attention, as an engine that
             holds its cache so does.
+        products: ``bf16`` rounds the factors of every matrix product to bfloat16, forward and
+            backward: on CPUs that multiply such numbers faster, and with exact arithmetic.
     """
 
     path: str | None = None
@@ -57,6 +61,7 @@ class ModelConfig:
     std: float = 0.02
     exact: bool = True
     kv_dtype: KVFormat = "fp32"
+    products: Products = "fp32"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -67,6 +72,12 @@ class ModelConfig:
                              "folder.")
         if self.std <= 0.0:
             raise ValueError(f"std is {self.std} but must be positive.")
+        if self.products != "fp32" and not self.exact:
+            raise ValueError(f"products is {self.products}, which only exact arithmetic knows; "
+                             "leave exact at true, or products at fp32.")
+        if self.path is not None and self.std != ModelConfig.std:
+            raise ValueError(f"std is {self.std}, but path says to start from a model's own "
+                             "weights; leave std out.")
 
 
 @dataclass(frozen=True)
@@ -138,10 +149,12 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ValueError(f"threads is {self.threads} but must be from 1 to 1024.")
-        if self.max_restarts < 0 or self.grace < 0 or self.timeout <= 0.0:
-            raise ValueError(f"max_restarts is {self.max_restarts}, grace {self.grace} and timeout "
-                             f"{self.timeout}; the first two may not be negative, and the timeout "
-                             "must be positive.")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts} but cannot be negative.")
+        for name, least in (("grace", 0), ("timeout", 1)):
+            value = getattr(self, name)
+            if not least <= value <= _YEAR:
+                raise ValueError(f"{name} is {value} but must be from {least} to {_YEAR} seconds.")
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,9 @@ class TrainJob:
         if self.max_norm < 0.0:
             problems.append(f"max_norm is {self.max_norm} but cannot be negative; 0 turns "
                             "clipping off")
+        if self.steps is not None and self.log.profile and self.log.profile[0] > self.steps:
+            problems.append(f"log.profile is {list(self.log.profile)}, but the run has "
+                            f"{self.steps} steps; let it begin before")
         problems += self._layout_problems() + self._data_problems()
         if problems:
             raise ValueError("; ".join(problems) + ".")
@@ -222,9 +238,6 @@ class TrainJob:
                     f"the pipeline of each of the {layout.dp} data-parallel ranks, which has "
                     f"{self.micro_batches // layout.dp} of the {self.micro_batches} micro_batches,")
                 problems.append(f"{whose} cannot be so: {str(error).rstrip('.')}")
-        if self.kind in OF_PAIRS and layout.cp > 1:
-            problems.append(f"layout.cp is {layout.cp}, but context parallelism is not there yet "
-                            f"for kind = {self.kind}; it must be 1")
         if layout.cp == 1 and self.context != ContextConfig():
             problems.append("context is set, but layout.cp is 1; leave it out, or set layout.cp")
         if layout.pp == 1 and self.pipeline != PipelineConfig():
@@ -247,10 +260,14 @@ class TrainJob:
         if self.kind == "pretrain" and any(chats):
             return ["kind is pretrain, but a data source has conversations (chat = true), of "
                     "which only the assistant's turns are learned; set kind to sft"]
+        if self.data.chat != ChatConfig() and not any(
+                source.chat or source.pairs for source in sources):
+            return ["data.chat is set, but no data source has conversations; leave it out, or set "
+                    "chat = true in a source"]
         held_out = self.data.eval_fraction or self.data.eval_sources
-        if self.eval.every and not held_out:
-            return ["eval.every is set, but the data has nothing held out; set data.eval_fraction "
-                    "or data.eval_sources"]
+        if self.eval != EvalConfig() and not held_out:
+            return ["eval is set, but the data has nothing held out; set data.eval_fraction or "
+                    "data.eval_sources"]
         return []
 
 

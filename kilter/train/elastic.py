@@ -10,7 +10,8 @@
 The same for every kind of job (`Program`).
 
 An ending that starting again would not change (done, told to stop, bad data, a NaN) is written to
-`ending.json` beside the job; a rank that finds one leaves at once.
+`ending.json` beside the job; a rank that finds one leaves at once. A rank whose launcher is gone
+takes that as being told to stop.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,12 +44,13 @@ from torch.distributed.launcher.api import elastic_launch
 
 from kilter.job import build, dump
 from kilter.ops.cpu import library
-from kilter.report.machine import usable_cpus
+from kilter.report.machine import memory_bytes, usable_cpus
 from kilter.train.config import LaunchConfig
 from kilter.train.inputs import device_type
 from kilter.train.step import NotFinite
 
 _JOB, _ENDING = "job.json", "ending.json"
+_RANK_BYTES = 128 * 2**20  # of an interpreter with torch in it, before there is a model
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ def run(program: Program, job: Job) -> Exit:
     if "RANK" in os.environ:
         found = _as_rank(program, job)
         return found if os.environ["RANK"] == "0" else replace(found, text="")
+    _check_ranks(job, program.world(job))
+    _check_output(job.output)
     opened = program.open(job)
     library.available()  # compiled once, before the ranks need it
     Path(job.output).mkdir(parents=True, exist_ok=True)
@@ -114,16 +121,13 @@ def run(program: Program, job: Job) -> Exit:
 def _elastic(program: Program, job: Job) -> Exit:
     """Starts the ranks on this machine and waits for their end."""
     world = program.world(job)
-    if device_type(job.launch) == "cuda" and world > torch.cuda.device_count():
-        raise ValueError(f"The layout has {world} ranks, but there are "
-                         f"{torch.cuda.device_count()} GPUs; a rank needs one of its own. Make the "
-                         "layout smaller, or set launch.device to cpu.")
     for name in ["torch.distributed.elastic", *logging.root.manager.loggerDict]:
         if name.startswith("torch.distributed.elastic"):  # some have a level of their own
             logging.getLogger(name).setLevel(logging.CRITICAL)
     threads = job.launch.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(
         1, usable_cpus() // world)
-    failed = "The ranks were stopped before they could write a checkpoint."
+    failed = ("The ranks were stopped before they could write a checkpoint. The same command goes "
+              "on from the last one, if there is one.")
     with tempfile.TemporaryDirectory(prefix="kilter-train-") as temporary:
         file = Path(temporary) / _JOB
         file.write_text(json.dumps(dump(job)), encoding="utf-8")
@@ -132,7 +136,9 @@ def _elastic(program: Program, job: Job) -> Exit:
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
             max_restarts=job.launch.max_restarts, monitor_interval=0.1,
             shutdown_timeout=job.launch.grace)
-        with _environment(OMP_NUM_THREADS=str(threads)), suppress(SignalException):
+        heard = ",".join(number.name for number in _heard())
+        with _environment(OMP_NUM_THREADS=str(threads), TORCHELASTIC_SIGNALS_TO_HANDLE=heard
+                          ), suppress(SignalException):
             try:
                 elastic_launch(config, sys.executable)("-m", program.module, str(file))
             except ChildFailedError as error:
@@ -149,6 +155,7 @@ def main(program: Program, file: str) -> int:
     ending = path.with_name(_ENDING)
     if ending.exists():
         return 0
+    _follow_launcher()
     try:
         found = _as_rank(program, build(program.job,
                                         json.loads(path.read_text(encoding="utf-8"))))
@@ -177,9 +184,15 @@ def _as_rank(program: Program, job: Job) -> Exit:
     if rank == 0 and restart:
         print(f"A rank died; restart {restart} of at most {job.launch.max_restarts}.",
               file=sys.stderr, flush=True)
+    wrong: list[str | None] = [None]
     if rank == 0:  # alone first: it says what is wrong, and tokenises what is not yet
-        opened = program.open(job)
-    dist.barrier()
+        try:
+            opened = program.open(job)
+        except (ValueError, OSError) as error:
+            wrong = [_sentence(error)]
+    dist.broadcast_object_list(wrong)
+    if wrong[0] is not None:
+        return Exit(2, wrong[0])
     if rank != 0:
         opened = program.open(job)
     try:
@@ -191,10 +204,56 @@ def _as_rank(program: Program, job: Job) -> Exit:
     return Exit(0, text)
 
 
+def _check_ranks(job: Job, world: int) -> None:
+    """That this machine has room for so many ranks. Raises ValueError."""
+    if device_type(job.launch) == "cuda":
+        if world > torch.cuda.device_count():
+            raise ValueError(f"The layout has {world} ranks, but there are "
+                             f"{torch.cuda.device_count()} GPUs; a rank needs one of its own. Make "
+                             "the layout smaller, or set launch.device to cpu.")
+    elif world * _RANK_BYTES > memory_bytes()[0]:
+        raise ValueError(f"The layout has {world} ranks, but this machine's memory holds at most "
+                         f"{memory_bytes()[0] // _RANK_BYTES} processes of them, whatever the "
+                         "model. Make the layout smaller.")
+
+
+def _check_output(output: str) -> None:
+    """That a folder is there or can be made. Raises ValueError."""
+    folder = Path(output)
+    place = folder
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"output is {output}, but {place} is no folder; name another.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"output is {output}, but nothing may be written to {place}; name another "
+                         "folder.")
+
+
+def _heard() -> list[signal.Signals]:
+    """The signals that tell a run to stop: not those that whoever started us wants ignored, as
+    `nohup` does a closed terminal."""
+    return [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _follow_launcher() -> None:
+    """Tells this process to stop when its launcher is gone, which nobody else could do then."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
 def _leave(code: int) -> NoReturn:
     """Ends the process at once: threads that wait for lost ranks would hold it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 
@@ -207,13 +266,32 @@ def _write_once(path: Path, text: str) -> None:
 
 
 def _told(failures: Mapping[int, ProcessFailure], restarts: int) -> str:
-    """What made ranks fail for good. One that was killed, or has another reason than that it lost
-    a peer, is the cause; the others only noticed."""
-    rank, failure = min(failures.items(), key=lambda item: (
-        item[1].exitcode >= 0, "onnection" in item[1].message, item[0]))
-    why = failure.message.strip().splitlines()
-    return (f"The run stopped: rank {rank} failed ({why[0] if why else failure.exitcode}), and "
-            f"{restarts} restarts did not help. The same command goes on from the last checkpoint.")
+    """What made ranks fail for good. When one is gone the others lose their connection to it, and
+    the agent ends what is left: none of these is the cause."""
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
+        rank, failure = item
+        lost = any(word in _message(failure) for word in ("onnection", "by peer", "roken pipe"))
+        return failure.exitcode == -signal.SIGTERM, lost, failure.timestamp, rank
+
+    rank, failure = min(failures.items(), key=order)
+    if failure.exitcode < 0:
+        why = f"was ended by {failure.signal_name()}"
+        if failure.exitcode == -signal.SIGKILL:
+            why += " (as happens where memory runs out)"
+    else:
+        why = f"failed: {_message(failure) or f'exit code {failure.exitcode}'}"
+    again = "It was not started again, as launch.max_restarts is 0." if restarts == 0 else (
+        f"It had been started again as often as launch.max_restarts says, {restarts} "
+        f"{'time' if restarts == 1 else 'times'}.")
+    return (f"The run stopped: rank {rank} {why.rstrip('.')}. {again} The same command goes on "
+            "from the last checkpoint, if there is one.")
+
+
+def _message(failure: ProcessFailure) -> str:
+    """The first line of what a rank recorded."""
+    found: Any = failure.message  # as `record_exception` writes it, a table
+    text = found["message"] if isinstance(found, Mapping) else ""
+    return str(text).strip().partition("\n")[0]
 
 
 def _sentence(error: ValueError | OSError) -> str:

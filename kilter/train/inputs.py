@@ -6,6 +6,7 @@ sentence; every rank opens them again, and finds the data tokenised.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -21,10 +22,11 @@ from kilter.parallel.heads import split_model
 from kilter.tokens import Tokenizer
 from kilter.train.config import LaunchConfig, ModelConfig, TrainJob
 from kilter.train.data import Data, open_data
+from kilter.train.peft import read_start
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.families import FAMILIES
-from kilter.weights.gguf import GGUFFile
 from kilter.weights.pull import resolve
+from kilter.weights.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def open_inputs(job: TrainJob) -> Inputs:
     split_model(spec, job.layout.tp)
     job.pipeline.layers_of(spec, job.layout.pp)
     check_context(spec, job.layout, job.context)
+    if job.lora is not None and job.lora.path is not None:
+        read_start(job.lora, spec)  # refuses an adapter that cannot be trained
     _check_machine(job)
     return Inputs(spec, start.source, start.tokenizer, start.carried,
                   open_data(job.data, start.tokenizer))
@@ -102,8 +106,15 @@ def device_type(launch: LaunchConfig) -> str:
     return "cuda" if there and launch.device != "cpu" else "cpu"
 
 
+def check_products(model: ModelConfig, launch: LaunchConfig) -> None:
+    """Raises ValueError for ``model.products`` that the device of a job does not have."""
+    if model.products != "fp32" and device_type(launch) == "cuda":
+        raise ValueError(f"model.products is {model.products}, which only CPUs compute so; leave "
+                         "it out, or set launch.device to cpu.")
+
+
 def _check_machine(job: TrainJob) -> None:
-    device_type(job.launch)
+    check_products(job.model, job.launch)
     check_tensorboard(job.log.tensorboard)
 
 
@@ -121,15 +132,11 @@ def _tokenizer(model: ModelConfig, source: ModelSource | None) -> Tokenizer:
             return Tokenizer.from_folder(path)
         source = open_model(path)
     assert source is not None
-    if isinstance(source.store, GGUFFile) and (
-            source.path.is_file() or not (source.folder / "tokenizer.json").is_file()):
-        return Tokenizer.from_gguf_metadata(source.store.metadata)
-    return Tokenizer.from_folder(source.folder)
+    return open_tokenizer(source)
 
 
 def _new_spec(model: ModelConfig, tokenizer: Tokenizer) -> ModelSpec:
-    raw: dict[str, Any] = {"architectures": ["LlamaForCausalLM"],
-                           "vocab_size": tokenizer.vocab_size}
+    raw = _Read({"architectures": ["LlamaForCausalLM"], "vocab_size": tokenizer.vocab_size})
     if isinstance(model.config, Mapping):
         raw |= model.config
     else:
@@ -140,7 +147,33 @@ def _new_spec(model: ModelConfig, tokenizer: Tokenizer) -> ModelSpec:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model.config asks for the architecture {name!r}; there are "
                          f"{', '.join(FAMILIES)}.")
-    return FAMILIES[name].to_spec(raw)
+    spec = FAMILIES[name].to_spec(raw)
+    if isinstance(model.config, Mapping) and (unread := sorted(raw.keys() - raw.read)):
+        close = difflib.get_close_matches(unread[0], raw.read - raw.keys(), n=1)
+        raise ValueError(f"model.config has fields that nothing of a {name} is made from: "
+                         f"{', '.join(unread)}. Leave them out."
+                         + (f" Did you mean {close[0]}?" if close else ""))
+    return spec
+
+
+class _Read(dict[str, Any]):
+    """A dict that knows which of its keys somebody asked for, in ``read``."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

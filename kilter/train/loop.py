@@ -31,25 +31,26 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.value import add_value_head
 from kilter.parallel.apply import apply
+from kilter.parallel.checksum import weights_checksum
 from kilter.train.checkpoint import (
     Checkpointer,
     CheckpointError,
-    Pieces,
     checkpoints,
     load_tensors,
-    pieces_of,
     read_facts,
 )
 from kilter.train.config import FREE, OF_PAIRS, TrainJob, differences
-from kilter.train.data import DataLoader, Pack, corpus_packs, evaluation_packs, steps_of
+from kilter.train.data import DataLoader, Pack, corpus_packs, evaluation_packs
 from kilter.train.export import export_model
 from kilter.train.inputs import Inputs
-from kilter.train.lora import add_adapters, init_adapters
+from kilter.train.lora import add_adapters
 from kilter.train.metrics import Monitor
 from kilter.train.optimizer import Optimizer
+from kilter.train.peft import start_adapters, told_of_start
+from kilter.train.pieces import Pieces, pieces_of
 from kilter.train.preference.objective import PairObjective
 from kilter.train.preference.reference import Tables, made_tables, reference, stored_tables
-from kilter.train.step import evaluate, token_losses, train_step
+from kilter.train.step import NotFinite, evaluate, token_losses, train_step
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -118,7 +119,8 @@ class Run:
         self.output = Path(job.output)
         with torch.device("meta"):
             model = Decoder(inputs.spec, exact=job.model.exact,
-                            kv_dtype=_DTYPES[job.model.kv_dtype], max_positions=job.data.seq_len)
+                            kv_dtype=_DTYPES[job.model.kv_dtype], products=job.model.products,
+                            max_positions=job.data.seq_len)
         if job.lora is not None:
             add_adapters(model, job.lora)
         if job.kind == "reward":
@@ -128,11 +130,11 @@ class Run:
         self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
         dp = mesh.axis("dp")
         self.loader = closing.enter_context(
-            DataLoader(inputs.data, job.micro_batches, dp.index, dp.size))
+            DataLoader(inputs.data, job.micro_batches, dp.index, dp.size, epochs=job.epochs))
         self.checkpointer = Checkpointer(self.output / "checkpoints", job.checkpoint,
                                          mesh.axis("world"))
         closing.callback(self.checkpointer.close)
-        self.steps = job.steps or steps_of(inputs.data, job.epochs or 1, job.micro_batches)
+        self.steps = job.steps or self.loader.steps_left()
         self.step = self.tokens = 0  # taken, and seen
         self._saved = -1
         self._tables: Tables | None = None
@@ -141,8 +143,11 @@ class Run:
         self._held_out = self._objective("held_out")
         self.monitor = Monitor(job, self.spread, self.step, self.steps)
         closing.callback(self.monitor.close)
-        if resumed:
-            self.monitor.say(f"Going on from the checkpoint of step {self.step}.")
+        self.monitor.say(f"Data: {inputs.data}")
+        told = [f"Going on from the checkpoint of step {self.step}."] if resumed else (
+            told_of_start(job.lora, inputs.spec))
+        for line in told:
+            self.monitor.say(line)
 
     def go(self, stop: threading.Event) -> Ending:
         """Steps until the last, or until a rank was told to stop."""
@@ -157,9 +162,14 @@ class Run:
             with monitor.phase("data"):
                 packs = self.loader.next_step()
             with monitor.step(self.step + 1):
-                result = train_step(self.spread, self.optimizer, packs, factor=factor,
-                                    max_norm=job.max_norm or None, phase=monitor.phase,
-                                    losses=self._pairs or token_losses)
+                try:
+                    result = train_step(self.spread, self.optimizer, packs, factor=factor,
+                                        max_norm=job.max_norm or None, phase=monitor.phase,
+                                        losses=self._pairs or token_losses)
+                except NotFinite as error:
+                    raise NotFinite(f"Step {self.step + 1} failed. {error} A lower optimizer.lr or "
+                                    "more schedule.warmup_steps may help; that is another run, "
+                                    "with another output folder.") from None
             self.step += 1
             self.tokens += result.tokens
             monitor.tell(self.step, result, packs, lr=job.optimizer.lr * factor,
@@ -179,7 +189,7 @@ class Run:
         with self.monitor.phase("checkpoint"):
             self.checkpointer.save(self.step, self.pieces(), {
                 "tokens": self.tokens, "steps": self.steps, "loader": self.loader.state_dict(),
-                "job": dump(self.job), "layout": str(self.job.layout),
+                "job": dump(self.job), "layout": str(self.job.layout), **self._start,
                 "versions": {"kilter": __version__, "torch": torch.__version__}})
         self._saved = self.step
 
@@ -212,21 +222,43 @@ class Run:
             else:
                 self.spread.initialise(self.job.seed, self.job.model.std)
             if self.job.lora is not None and checkpoint is None:
-                init_adapters(self.spread, self.job.lora)
+                start_adapters(self.spread, self.job.lora)
+        self._start: dict[str, Any] = {"model": dump(self.inputs.spec)}
+        if self.job.lora is not None:  # the rest of the model is in no checkpoint
+            self._start["base"] = weights_checksum(self.spread, [
+                name for name in self.spread.shards
+                if ".adapter." not in name and not name.startswith("value.")])
         if make_tables:
             self._tables = made_tables(self.spread, self.job, self.inputs)
         if checkpoint is not None:
             facts = read_facts(checkpoint)
-            if facts["step"] > self.steps:
-                raise CheckpointError(f"{checkpoint} is past the {self.steps} steps of this job. "
-                                      "Ask for more steps, or name another output folder.")
             self.loader.load_state_dict(facts["loader"])
+            epochs = self.job.epochs
+            if facts["step"] > self.steps if epochs is None else self.loader.epoch >= epochs:
+                length = f"{self.steps} steps" if epochs is None else f"{epochs} epochs"
+                raise CheckpointError(f"{checkpoint} is past the {length} of this job. "
+                                      "Ask for more, or name another output folder.")
+            if epochs is not None:  # they may have been fewer, with a last step that was not full
+                self.steps = facts["step"] + self.loader.steps_left()
+            self._check_start(facts)
             load_tensors(checkpoint, self.pieces(), self.mesh.axis("world"))
             self.spread.updated()  # brings what a rank holds to where the model reads it
             self.step = self._saved = facts["step"]
             self.tokens = facts["tokens"]
         self.optimizer.reloaded()
         return checkpoint is not None
+
+    def _check_start(self, facts: dict[str, Any]) -> None:
+        """That the model's files are those that the run started from, as far as it needs them."""
+        changed = differences(facts.get("model") or {}, self._start["model"], ())
+        if facts.get("base") != self._start.get("base"):
+            changed = [*changed, "the weights under the adapters"]
+        if changed:
+            raise CheckpointError(
+                f"The run in {self.output} started from another model than "
+                f"{self.job.model.path or 'model.config'} is now: {', '.join(changed)} "
+                f"{'differs' if len(changed) == 1 else 'differ'}. Put the model back as it was, or "
+                "name another output folder.")
 
     def _finish(self) -> Ending:
         if self._saved != self.step:  # else the run was finished before
@@ -260,8 +292,10 @@ class Run:
         return {} if pairs is None else pairs.take(count, self.mesh.axis("pp_dp_cp"))
 
     def _told_to(self, stop: threading.Event) -> bool:
-        """Whether any rank was told to stop: all have to know before the same step."""
-        return bool(all_reduce_max(torch.tensor([int(stop.is_set())]), self.mesh.axis("world")))
+        """Whether any rank was told to stop, has nobody who reads what it tells, or could not write
+        the last checkpoint (which `save` then raises): all have to know before the same step."""
+        told = stop.is_set() or self.monitor.unread or self.checkpointer.failed
+        return bool(all_reduce_max(torch.tensor([int(told)]), self.mesh.axis("world")))
 
     def _evaluation_packs(self) -> Iterator[Pack]:
         dp, limit = self.mesh.axis("dp"), self.job.eval.batches
@@ -275,8 +309,9 @@ class Run:
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT set the event; SIGINT after that is a `KeyboardInterrupt` as usual.
-    Outside the main thread, which alone may handle signals, nothing sets it."""
+    """SIGTERM, SIGINT and SIGHUP set the event; SIGINT after that is a `KeyboardInterrupt` as
+    usual. A signal that is ignored stays so (`nohup`). Outside the main thread, which alone may
+    handle signals, nothing sets it."""
     stop = threading.Event()
 
     def told(number: int, frame: FrameType | None) -> None:
@@ -287,7 +322,9 @@ def stop_signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, told)
+              for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield stop
     finally:

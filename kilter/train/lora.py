@@ -49,9 +49,9 @@ class LoraConfig:
             ``up_proj``, ``down_proj``.
         dora: learn the magnitude of each row beside its direction.
         rslora: scale by alpha / sqrt(rank) instead.
-        dropout: must be 0; it is here to say so. A dropped input would make the training forward
-            another function than the one that is served, and its bits depend on the layout.
         seed: of A.
+        path: an adapter's folder to start from instead (`kilter.train.peft`), which all of the
+            above has to describe; ``seed`` then has nothing to do.
     """
 
     rank: int = 16
@@ -59,8 +59,8 @@ class LoraConfig:
     targets: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
     dora: bool = False
     rslora: bool = False
-    dropout: float = 0.0
     seed: int = 0
+    path: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -73,9 +73,8 @@ class LoraConfig:
         if unknown or not self.targets:
             problems.append(f"targets are {list(self.targets)} but must be some of "
                             f"{', '.join(_KNOWN)}")
-        if self.dropout != 0.0:
-            problems.append(f"dropout is {self.dropout}, but Kilter trains adapters without "
-                            "dropout; set it to 0")
+        if self.path is not None and self.seed != 0:
+            problems.append(f"seed is {self.seed}, but with path nothing is drawn; leave it out")
         if problems:
             raise ValueError(f"Adapters cannot be so: {'; '.join(problems)}.")
 
@@ -151,28 +150,33 @@ def merge(spec: ModelSpec, config: LoraConfig, tensors: Mapping[str, Tensor]) ->
     Returns:
         The parameters of ``Decoder(spec)``; those without adapters are the same tensors.
     """
-    merged = {name: value for name, value in tensors.items() if ".adapter." not in name}
-    for name, weight in merged.items():
-        path = name.removesuffix(".weight")
-        kind = path.rpartition(".")[2]
-        found = [p for p in PROJECTIONS.get(kind, ()) if f"{path}.adapter.{p}.lora_a" in tensors]
-        if not found:
-            continue
-        groups, widths = arrangement(spec, kind)
-        changed = weight.clone()
-        rows_GWK = changed.view(groups, -1, weight.shape[1]).split(list(widths.values()), dim=1)
-        for projection, part_GWK in zip(widths, rows_GWK, strict=True):
-            if projection in found:
-                a_rK, b_Nr = (tensors[f"{path}.adapter.{projection}.{leaf}"].float()
-                              for leaf in ("lora_a", "lora_b"))
-                new_NK = part_GWK.float() + (config.scale * b_Nr @ a_rK).view_as(part_GWK)
-                magnitude = tensors.get(f"{path}.adapter.{projection}.magnitude")
-                if magnitude is not None:
-                    norms = torch.linalg.vector_norm(new_NK, dim=2, dtype=torch.float64).float()
-                    new_NK *= (magnitude.float().view_as(norms) / norms)[..., None]
-                part_GWK.copy_(new_NK)
-        merged[name] = changed
-    return merged
+    return {name: merged(spec, config, name, weight, tensors)
+            for name, weight in tensors.items() if ".adapter." not in name}
+
+
+@torch.no_grad()
+def merged(spec: ModelSpec, config: LoraConfig, name: str, weight: Tensor,
+           tensors: Mapping[str, Tensor]) -> Tensor:
+    """One parameter of `merge`: ``weight`` itself where it has no adapter in ``tensors``."""
+    path = name.removesuffix(".weight")
+    kind = path.rpartition(".")[2]
+    found = [p for p in PROJECTIONS.get(kind, ()) if f"{path}.adapter.{p}.lora_a" in tensors]
+    if not found or path == name:
+        return weight
+    groups, widths = arrangement(spec, kind)
+    changed = weight.clone()
+    rows_GWK = changed.view(groups, -1, weight.shape[1]).split(list(widths.values()), dim=1)
+    for projection, part_GWK in zip(widths, rows_GWK, strict=True):
+        if projection in found:
+            a_rK, b_Nr = (tensors[f"{path}.adapter.{projection}.{leaf}"].float()
+                          for leaf in ("lora_a", "lora_b"))
+            new_GWK = part_GWK.float() + (config.scale * b_Nr @ a_rK).view_as(part_GWK)
+            magnitude = tensors.get(f"{path}.adapter.{projection}.magnitude")
+            if magnitude is not None:
+                norms_GW = torch.linalg.vector_norm(new_GWK, dim=2, dtype=torch.float64).float()
+                new_GWK *= (magnitude.float().view_as(norms_GW) / norms_GW)[..., None]
+            part_GWK.copy_(new_GWK)
+    return changed
 
 
 def _magnitudes(spread: Spread) -> dict[str, Tensor]:

@@ -47,13 +47,18 @@ class Monitor:
 
     def __init__(self, job: TrainJob, spread: Spread, step: int, steps: int) -> None:
         mesh = spread.mesh
+        self.unread = False  # whether the console is gone, which ends the run
         self._config, self._steps, self._mesh = job.log, steps, mesh
         self._counted = "pairs" if job.kind in OF_PAIRS else "targets"
         self._device = torch.device(mesh.device_type)
         self._spec = spread.model.spec
-        shapes = [shard.shape for name, shard in spread.shards.items()
-                  if name != "embed.weight" or self._spec.tied_head]
-        self._matrices = sum(s[0] * s[1] for s in shapes if len(s) == 2)
+        shapes = {name: shard.shape for name, shard in spread.shards.items()
+                  if name != "embed.weight" or self._spec.tied_head}
+        self._matrices = sum(s[0] * s[1] for s in shapes.values() if len(s) == 2)
+        # A reference without the adapters is one more forward pass in every step.
+        self._reference = sum(
+            s[0] * s[1] for name, s in shapes.items() if len(s) == 2 and ".adapter." not in name
+        ) if job.kind == "dpo" and job.lora is not None else 0
         declared = job.log.peak_flops
         self._peak_source = "declared" if declared else "measured"
         self._peak = float(all_reduce_sum(torch.tensor(
@@ -76,8 +81,11 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """A line on the console."""
-        if self._files is not None:
-            print(text, flush=True)
+        if self._files is not None and not self.unread:
+            try:
+                print(text, flush=True)
+            except OSError:  # a reader that went away, a terminal that was closed
+                self.unread = True
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -115,8 +123,11 @@ class Monitor:
             more: numbers of this step that the kind of training has beside the loss.
         """
         self._tokens += result.tokens
-        self._flops += sum(training_flops(self._spec, self._matrices,
-                                          pack.cu_seqlens_S1.diff().tolist()) for pack in packs)
+        for pack in packs:
+            lengths = pack.cu_seqlens_S1.diff().tolist()
+            self._flops += training_flops(self._spec, self._matrices, lengths)
+            if self._reference:
+                self._flops += forward_flops(self._spec, self._reference, lengths)
         if not self._is_told(step):
             return
         now = time.perf_counter()
@@ -197,16 +208,20 @@ class _Files:
 
 
 def training_flops(spec: ModelSpec, matrices: int, lengths: Sequence[int]) -> float:
-    """FLOPs of forward and backward over sequences of these lengths.
+    """FLOPs of forward and backward, which counts twice the forward (arXiv 2104.04473, appendix);
+    see `forward_flops`."""
+    return 3.0 * forward_flops(spec, matrices, lengths)
 
-    A multiply-add counts 2, and backward twice the forward (arXiv 2104.04473, appendix); norms,
+
+def forward_flops(spec: ModelSpec, matrices: int, lengths: Sequence[int]) -> float:
+    """FLOPs of a forward pass over sequences of these lengths. A multiply-add counts 2; norms,
     rope, softmax and activations are left out.
 
     Args:
         matrices: elements of all matrices that a token is multiplied with.
     """
     seen = sum(_seen(n, layer.window or n) for n in lengths for layer in spec.layers)
-    return 3.0 * (2.0 * matrices * sum(lengths) + 4.0 * spec.num_heads * spec.head_dim * seen)
+    return 2.0 * matrices * sum(lengths) + 4.0 * spec.num_heads * spec.head_dim * seen
 
 
 def _seen(length: int, window: int) -> int:

@@ -1,23 +1,22 @@
 """The optimizers, on what each rank holds of the parameters.
 
-AdamW (arXiv 1711.05101) is elementwise, so it works on any cut of a parameter. Muon
-(github.com/KellerJordan/Muon) needs whole matrices: the pieces of one meet on one of the ranks that
-hold it, each rank taking its turn, and the result goes back.
+AdamW (arXiv 1711.05101) is elementwise, so it works on any cut of a parameter. Muon is not, and has
+a file of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kilter.comm.axis import Axis
 from kilter.parallel.data import Held
-from kilter.parallel.load import fill
+from kilter.train.muon import ADJUSTMENTS, Adjustment, Muon, takes
 
 OptimizerName = Literal["adamw", "muon"]
 
@@ -32,6 +31,7 @@ class OptimizerConfig:
         betas, eps: AdamW's.
         weight_decay: decoupled, on matrices; norms and biases have none.
         muon_momentum: with Nesterov's correction.
+        muon_adjust_lr: how a matrix's rate follows from its shape, see `kilter.train.muon`.
         offload: keep the optimizer's states in the host's memory and step there.
     """
 
@@ -42,6 +42,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
+    muon_adjust_lr: Adjustment = "original"
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -49,17 +50,24 @@ class OptimizerConfig:
         problems = []
         if self.name not in ("adamw", "muon"):
             problems.append(f"name is {self.name!r} but must be adamw or muon")
-        if not self.eps > 0.0:
-            problems.append(f"eps is {self.eps} but must be positive")
-        for name in ("lr", "muon_lr"):
-            if not getattr(self, name) >= 0.0:
-                problems.append(f"{name} is {getattr(self, name)} but cannot be negative")
+        if not 0.0 < self.eps < math.inf:
+            problems.append(f"eps is {self.eps} but must be positive and finite")
+        for name in ("lr", "muon_lr", "weight_decay"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                problems.append(f"{name} is {getattr(self, name)} but must be finite and not "
+                                "negative")
         if len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas):
             problems.append(f"betas are {list(self.betas)} but must be two numbers from 0 to 1")
-        if self.weight_decay < 0.0:
-            problems.append(f"weight_decay is {self.weight_decay} but cannot be negative")
         if not 0.0 <= self.muon_momentum < 1.0:
             problems.append(f"muon_momentum is {self.muon_momentum} but must be from 0 to 1")
+        if self.muon_adjust_lr not in ADJUSTMENTS:
+            problems.append(f"muon_adjust_lr is {self.muon_adjust_lr!r} but must be "
+                            f"{' or '.join(ADJUSTMENTS)}")
+        if self.name != "muon" and (unused := [
+                name for name in ("muon_lr", "muon_momentum", "muon_adjust_lr")
+                if getattr(self, name) != getattr(OptimizerConfig, name)]):
+            problems.append(f"{' and '.join(unused)} set, but name is {self.name}; leave "
+                            f"{'it' if len(unused) == 1 else 'them'} out, or set name to muon")
         if problems:
             raise ValueError(f"The optimizer cannot be so: {'; '.join(problems)}.")
 
@@ -69,14 +77,15 @@ class Optimizer:
 
     Args:
         held: the parameters' local elements.
-        holders: the ranks that together hold every parameter (Muon's meeting place).
+        holders: the ranks that together hold every parameter (Muon's meeting place); with Muon
+            all of them make theirs together.
     """
 
     def __init__(self, held: Sequence[Held], config: OptimizerConfig, holders: Axis) -> None:
         self.config = config
         self._held = list(held)
-        matrices = [h for h in held if _is_hidden_matrix(h)] if config.name == "muon" else []
-        rest = [h for h in held if h not in matrices]
+        matrices = [h for h in held if config.name == "muon" and takes(h)]
+        rest = [h for h in held if not (config.name == "muon" and takes(h))]
         self._host: dict[str, nn.Parameter] = {}
         if config.offload:
             self._host = {h.name: nn.Parameter(h.tensor.detach().to("cpu", copy=True))
@@ -87,7 +96,9 @@ class Optimizer:
                   ((decayed, config.weight_decay), (plain, 0.0)) if params]
         self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps,
                                         fused=True) if groups else None
-        self._muon = _Muon(matrices, [self._stepped(h) for h in matrices], config, holders)
+        self._muon = Muon(matrices, [self._stepped(h) for h in matrices], holders,
+                          momentum=config.muon_momentum, weight_decay=config.weight_decay,
+                          adjustment=config.muon_adjust_lr)
 
     def step(self, factor: float) -> None:
         """One step at ``factor`` times the peak learning rates."""
@@ -134,56 +145,3 @@ class Optimizer:
 
     def _stepped(self, h: Held) -> nn.Parameter:
         return self._host.get(h.name, h.tensor)
-
-
-class _Muon:
-    def __init__(self, held: list[Held], stepped: list[nn.Parameter], config: OptimizerConfig,
-                 holders: Axis) -> None:
-        self._held, self._stepped = held, stepped
-        self._config, self._axis = config, holders
-        self.momentum = {p: torch.zeros_like(p) for p in stepped}
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        for i, (h, parameter) in enumerate(zip(self._held, self._stepped, strict=True)):
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            momentum = self.momentum[parameter]
-            momentum.lerp_(grad, 1.0 - self._config.muon_momentum)
-            wanted = grad.lerp(momentum, self._config.muon_momentum)
-            update = self._orthogonal(h, wanted, turn=i % self._axis.size)
-            parameter.mul_(1.0 - lr * self._config.weight_decay)
-            parameter.add_(update, alpha=-lr)
-
-    def _orthogonal(self, h: Held, local: Tensor, turn: int) -> Tensor:
-        """This rank's elements of the orthogonalised whole."""
-        whole = local.new_zeros(h.shard.shape)
-        for box, own, part in h.shard.parts(local):
-            if own:
-                whole[box.slices] = part
-        if self._axis.size > 1:
-            owner = self._axis.ranks[turn]
-            dist.reduce(whole, owner, group=self._axis.members)
-        if self._axis.index == turn:
-            whole = orthogonalise(whole)
-        if self._axis.size > 1:
-            dist.broadcast(whole, owner, group=self._axis.members)
-        out = torch.empty_like(local)
-        fill(out, whole, h.shard)
-        return out
-
-
-def orthogonalise(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """About U V^T of a matrix's singular value decomposition, by five quintic Newton–Schulz
-    steps, times sqrt(max(1, rows / columns))."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix / (matrix.norm() + eps)
-    if tall := x.shape[0] > x.shape[1]:
-        x = x.mT
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x) * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-
-
-def _is_hidden_matrix(h: Held) -> bool:
-    return len(h.shard.shape) == 2 and h.name.startswith("layers.")

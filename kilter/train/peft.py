@@ -10,23 +10,23 @@ written again is the same bit for bit.
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kilter.models.adapter import PROJECTIONS, arrangement
 from kilter.models.spec import ModelSpec
-from kilter.train.lora import LoraConfig
+from kilter.parallel.apply import Spread
+from kilter.train.lora import LoraConfig, init_adapters
 from kilter.weights.errors import WeightsError, raise_all
+from kilter.weights.export import Parameter, Pending, replacing, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -103,8 +103,50 @@ def read_peft(folder: str | Path, spec: ModelSpec) -> PeftAdapter:
     return PeftAdapter(config, found, base if isinstance(base, str) else None, notes)
 
 
+def read_start(config: LoraConfig, spec: ModelSpec) -> PeftAdapter:
+    """The adapter that ``config.path`` names.
+
+    Raises:
+        WeightsError: as `read_peft`, and if it is another adapter than ``config`` describes.
+    """
+    assert config.path is not None
+    found = read_peft(config.path, spec)
+    wanted = replace(found.config, path=config.path)
+    different = [f"{name} = {json.dumps(value)}" for name, value, given in (
+        ("rank", wanted.rank, config.rank), ("alpha", wanted.alpha, config.alpha),
+        ("targets", list(wanted.projections), list(config.projections)),
+        ("dora", wanted.dora, config.dora), ("rslora", wanted.rslora, config.rslora))
+        if value != given]
+    if different:
+        raise WeightsError(f"The adapter {config.path} is not the one that [lora] describes; of it "
+                           f"the table says {', '.join(different)}.")
+    return found
+
+
+def told_of_start(config: LoraConfig | None, spec: ModelSpec) -> list[str]:
+    """Sentences on the adapter that a job starts from, if it does."""
+    if config is None or config.path is None:
+        return []
+    found = read_start(config, spec)
+    on = f", which says that it was trained on {found.base}" if found.base else ""
+    return [f"Starting from the adapter {config.path}{on}.", *found.notes]
+
+
+def start_adapters(spread: Spread, config: LoraConfig) -> None:
+    """Adapters as a job starts with them: those of ``config.path``, else new ones. To be called
+    when the weights are there. Collective.
+
+    Raises:
+        WeightsError: as `read_start`.
+    """
+    if config.path is None:
+        init_adapters(spread, config)
+    else:
+        spread.fill(read_start(config, spread.model.spec).tensors)
+
+
 def write_peft(folder: str | Path, spec: ModelSpec, config: LoraConfig,
-               tensors: Mapping[str, Tensor], *, base: str | None = None,
+               tensors: Mapping[str, Tensor | Pending], *, base: str | None = None,
                overwrite: bool = False) -> Path:
     """Writes an adapter as a folder that ``peft.PeftModel.from_pretrained`` loads.
 
@@ -114,7 +156,8 @@ def write_peft(folder: str | Path, spec: ModelSpec, config: LoraConfig,
         overwrite: replace what is there.
 
     Raises:
-        WeightsError: if the folder exists and ``overwrite`` is off, or a parameter is missing.
+        WeightsError: if the folder exists and ``overwrite`` is off, a parameter is missing, or the
+            files cannot be written; what was there is as it was.
     """
     folder = Path(folder)
     if folder.exists() and not overwrite:
@@ -124,27 +167,25 @@ def write_peft(folder: str | Path, spec: ModelSpec, config: LoraConfig,
     raise_all([f"{name} {list(shape)} is missing." for name, shape in shapes.items()
                if name not in tensors or tuple(tensors[name].shape) != shape],
               "These tensors are not a whole adapter.")
-    whole = {_peft_name(name): tensors[name].detach().to("cpu", copy=True).contiguous()
-             for name in shapes}
+    parameters = [Parameter({_peft_name(name): (tensors[name].dtype, shape)},
+                            partial(_to_write, name, tensors[name]))
+                  for name, shape in shapes.items()]
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
     described = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": config.rank, "lora_alpha": alpha, "target_modules": list(config.projections),
         "use_dora": config.dora, "use_rslora": config.rslora, "lora_dropout": 0.0, "bias": "none",
         "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = folder.with_name(f".{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
-        save_file(whole, work / WEIGHTS, metadata={"format": "pt"})
+    with replacing(folder) as work:
+        for _ in write_file(work / WEIGHTS, parameters):
+            pass
         (work / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        work.rename(folder)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     return folder
+
+
+def _to_write(name: str, tensor: Tensor | Pending) -> dict[str, Tensor]:
+    whole = tensor.load() if isinstance(tensor, Pending) else tensor
+    return {_peft_name(name): whole.detach().to("cpu").contiguous()}
 
 
 def _shapes(spec: ModelSpec, config: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

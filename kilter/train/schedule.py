@@ -15,12 +15,13 @@ class ScheduleConfig:
 
     Attributes:
         name: ``constant``; ``cosine`` (arXiv 1608.03983) and ``linear`` fall from the end of the
-            warm-up to the last step; ``wsd`` (arXiv 2404.06395) is constant and falls linearly
-            over the last ``decay_steps``.
+            warm-up to the end; ``wsd`` (arXiv 2404.06395) is constant and falls linearly over the
+            last ``decay_steps``, or what the warm-up leaves of them.
         warmup_steps: steps over which the rate rises linearly; the first step already has one part
-            of it.
+            of it. A run of fewer steps ends on its way up.
         decay_steps: of ``wsd``; default a tenth of all steps.
-        floor: the rate at the end as a fraction of the peak.
+        floor: the rate at the end as a fraction of the peak: the end is what would be the step
+            after the last, so that no step is taken in vain where the floor is 0.
     """
 
     name: ScheduleName = "cosine"
@@ -47,11 +48,9 @@ class ScheduleConfig:
             return (step + 1) / self.warmup_steps
         if self.name == "constant":
             return 1.0
+        length = max(1, steps - self.warmup_steps)
         if self.name == "wsd":
-            length = self.decay_steps or max(1, steps // 10)
-            done = (step - (steps - length)) / length
-        else:
-            done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
-        done = min(max(done, 0.0), 1.0)
+            length = min(length, self.decay_steps or max(1, steps // 10))
+        done = min(max((step - (steps - length)) / length, 0.0), 1.0)
         left = 0.5 * (1.0 + math.cos(math.pi * done)) if self.name == "cosine" else 1.0 - done
         return self.floor + (1.0 - self.floor) * left

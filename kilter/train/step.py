@@ -26,6 +26,8 @@ from kilter.parallel.context.plan import spread_batch
 from kilter.parallel.norm import clip_gradients, culprits, gradient_norm
 from kilter.train.optimizer import Optimizer
 
+_NAMED = 5  # parameters that an error names
+
 Phase = Callable[[str], AbstractContextManager[None]]
 # (forward, number of the micro-batch, what each counts) -> the sum of its losses times that.
 Loss = Callable[[Callable[..., Tensor], int, float], Tensor]
@@ -53,7 +55,7 @@ class StepResult:
         loss: mean over valid targets.
         grad_norm: before clipping.
         valid: valid targets.
-        tokens: tokens of the data, without padding.
+        tokens: of the micro-batches in which a target counts (fillers have none), without padding.
     """
 
     loss: float
@@ -106,7 +108,8 @@ def train_step(spread: Spread, optimizer: Optimizer, micro_batches: Sequence[Mic
     mesh = spread.mesh
     device = torch.device(mesh.device_type)
     counts = torch.tensor([sum(m.valid for m in micro_batches),
-                           sum(m.targets_T.numel() for m in micro_batches)], dtype=torch.int64)
+                           sum(m.targets_T.numel() for m in micro_batches if m.valid)],
+                          dtype=torch.int64)
     valid, tokens = _summed(counts, mesh.axis("dp")).tolist()
     if valid == 0:
         raise ValueError("No target of this step counts: every label is masked. Check the data and "
@@ -138,8 +141,9 @@ def update(spread: Spread, optimizer: Optimizer, own_loss: Tensor, *, factor: fl
         spread.finish()
         loss = float(_summed(own_loss.clone(), mesh.axis("pp_dp_cp")))
     with phase("optimizer"):
-        norm = gradient_norm(spread.held, mesh.axis("world"), device=mesh.device_type)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        norm = gradient_norm(spread.held, mesh.axis("world"), device=mesh.device_type,
+                             finite=math.isfinite(loss))
+        if not math.isfinite(norm):
             message = _not_finite(spread, loss, norm, float(own_loss))
             spread.updated()  # drops the gradients
             raise NotFinite(message)
@@ -217,19 +221,35 @@ def _summed(values: Tensor, axis: Axis) -> Tensor:
 
 def _not_finite(spread: Spread, loss: float, norm: float, own_loss: float) -> str:
     """A sentence that names the ranks and parameters at fault; collective."""
-    mine = (spread.mesh.rank, math.isfinite(own_loss), culprits(spread.held))
-    every: list[tuple[int, bool, list[str]] | None] = [mine]
+    mine = (spread.mesh.rank, loss, math.isfinite(own_loss), culprits(spread.held))
+    every: list[tuple[int, float, bool, list[str]] | None] = [mine]
     world = spread.mesh.axis("world")
     if world.size > 1:
         every = [None] * world.size
         dist.all_gather_object(every, mine, group=world.members)
-    said = []
+    said: dict[str, list[int]] = {}
     for entry in every:
         assert entry is not None
-        rank, finite, names = entry
-        if not finite or names:
-            what = [] if finite else ["the loss"]
-            what += [f"the gradients of {', '.join(names)}"] if names else []
-            said.append(f"rank {rank}: {' and '.join(what)}")
+        rank, theirs, finite, names = entry
+        loss = loss if math.isfinite(theirs) else theirs  # of ranks that should have the same
+        what = [] if finite else ["the loss"]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            what.append(f"the gradients of {', '.join(names[:_NAMED])}{more}")
+        if what:
+            said.setdefault(" and ".join(what), []).append(rank)
+    who = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in said.items())
     return (f"The loss is {loss} and the gradient norm {norm}; the step was not taken. Not finite: "
-            f"{'; '.join(said) or 'only the sum over ranks'}.")
+            f"{who or 'only the sum over ranks'}.")
+
+
+def _ranks(ranks: list[int]) -> str:
+    """"rank 3", "ranks 0, 4 to 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    said = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {said}"

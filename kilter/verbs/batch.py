@@ -76,7 +76,7 @@ async def _answer_all(engine: Engine, args: argparse.Namespace, progress: Any) -
     context = build_context(engine, ServerConfig(name, max_queue=100_000,
                                                  tool_format=args.tool_format))
     loaded = json.dumps([args.model, name, args.weights, args.kv, args.context, args.device,
-                         args.fast, args.tool_format])
+                         args.fast, args.products, args.tool_format])
     context.engine.start()
     try:
         return await run_batch(args.input, args.output, functools.partial(answer, context),

@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from kilter.serve.load import open_tokenizer
     from kilter.weights.bridge import open_model
     from kilter.weights.export import export_hf
     from kilter.weights.pull import resolve
+    from kilter.weights.tokenizer import open_tokenizer
 
     source = open_model(resolve(args.src))
     if args.overwrite:

@@ -18,7 +18,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kilter.report.text import short, size, table
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PARTS = ("embedding", "attention", "mlp", "norms", "head")
 # As `kilter.ops.packed` holds them: int8 has a 16-bit scale per 32 weights, int4 a minimum too.
 BITS_PER_WEIGHT = {"fp32": 32, "bf16": 16, "int8": 8 + 16 / 32, "int4": 4 + 2 * 16 / 32}
+VALUE = "value.weight"  # what reward models have in the place of an output head
 _DEFAULT_CONTEXT = 4096
 
 
@@ -44,12 +45,15 @@ def run(args: argparse.Namespace) -> int:
     from kilter.weights.bridge import open_model
     from kilter.weights.pull import resolve
 
-    source = open_model(resolve(args.model))
+    source = open_model(resolve(args.model), reward=True)
+    spec = source.spec
+    if source.is_reward:  # nothing but the first layer's input is made of the embedding
+        spec = replace(spec, architecture=source.family.reward, tied_head=False)
     infos = [source.info(name) for name in source.names()]
     facts = {
         "path": str(source.path),
         "format": {"hf": "Hugging Face folder", "gguf": "GGUF file"}[source.kind],
-        **spec_facts(source.spec, {info.name: info.shape for info in infos}, args.context),
+        **spec_facts(spec, {info.name: info.shape for info in infos}, args.context),
         "notes": list(source.notes),
     }
     facts["bytes"] = {"in the file": sum(info.nbytes for info in infos), **facts["bytes"]}
@@ -85,7 +89,8 @@ def spec_facts(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], context: 
         "sizes": {"layers": spec.num_layers, "hidden": spec.hidden_size, "ffn": spec.ffn_size,
                   "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
                   "head_dim": spec.head_dim, "vocabulary": spec.vocab_size,
-                  "longest_context": spec.max_positions, "tied_head": spec.tied_head},
+                  "longest_context": spec.max_positions, "tied_head": spec.tied_head,
+                  "value_head": VALUE in shapes},
         "parameters": {**parts, "total": total},
         "bytes": stored_bytes(matrices, total),
         "context": context,
@@ -107,7 +112,7 @@ def part_of(name: str) -> str:
         return "norms"
     if name.startswith("layers."):
         return "attention" if ".attn." in name else "mlp"
-    return {"embed": "embedding", "head": "head"}[name.split(".")[0]]
+    return {"embed": "embedding", "head": "head", "value": "head"}[name.split(".")[0]]
 
 
 def stored_bytes(matrices: Mapping[str, int], total: int) -> dict[str, int]:
@@ -135,12 +140,13 @@ def _page(facts: dict[str, Any]) -> str:
     s, parameters, context = facts["sizes"], facts["parameters"], facts["context"]
     total = parameters["total"]
     stored = ", ".join(f"{n} {kind}" for kind, n in facts["stored_as"].items())
-    tied = "the output head is the embedding" if s["tied_head"] else "own output head"
+    head = ("a value head, which scores texts" if s["value_head"] else
+            "the output head is the embedding" if s["tied_head"] else "own output head")
     lines = [
         f"{facts['architecture']}, {facts['format']} {facts['path']}",
         f"  {s['layers']} layers, hidden {s['hidden']}, ffn {s['ffn']}, {s['query_heads']} query "
         f"and {s['kv_heads']} KV heads of {s['head_dim']}, vocabulary {s['vocabulary']}, "
-        f"context {s['longest_context']}, {tied}",
+        f"context {s['longest_context']}, {head}",
         *(f"  Note: {note}" for note in facts["notes"]),
         "", "Parameters",
         table([(part, f"{n:,}", f"{n / total:.1%}") for part, n in parameters.items()]),

@@ -27,11 +27,15 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
                             "(default: %(default)s)")
     group.add_argument("--kv", default="fp32", choices=("fp32", "bf16", "fp16"),
                        help="format of the KV cache (default: %(default)s)")
+    group.add_argument("--products", default="fp32", choices=("fp32", "bf16"),
+                       help="what factors of matrix products are rounded to; bf16 is up to twice "
+                            "as fast where the processor has AVX512-BF16 (default: %(default)s)")
     group.add_argument("--context", type=int, metavar="TOKENS",
                        help="longest prompt plus answer (default: the model's, at most 8192)")
     group.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     group.add_argument("--threads", type=int, metavar="N",
-                       help="CPU threads, of each rank if there are several (default: all cores)")
+                       help="CPU threads, of each process if there are several (default: all "
+                            "cores)")
     group.add_argument("--tp", type=int, default=1, metavar="N",
                        help="spread the model over N processes of this machine (tensor "
                             "parallelism); on the exact path with the same bits (default: 1)")
@@ -86,19 +90,15 @@ def decode_utf8(data: bytes, what: str) -> str:
 
 
 def load(args: argparse.Namespace, max_running: int, *, kv_tokens: int | None = None,
-         policy: Policy = "fcfs") -> Engine:
-    """Loads the model with a progress bar on stderr (shown on a terminal only). The last three
+         policy: Policy = "fcfs", step_timeout: float | None = None) -> Engine:
+    """Loads the model with a progress bar on stderr (shown on a terminal only). The further
     arguments are as `load_engine` has them."""
     import torch
 
-    from kilter.ops.cpu import library
     from kilter.report.progress import progress
     from kilter.serve.load import load_engine
     from kilter.weights.pull import resolve
 
-    if args.threads is not None:
-        library.set_num_threads(args.threads)
-        torch.set_num_threads(args.threads)
     if args.device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device is {args.device!r}, but must be cpu or cuda.")
     if args.device != "cpu" and not torch.cuda.is_available():
@@ -110,6 +110,7 @@ def load(args: argparse.Namespace, max_running: int, *, kv_tokens: int | None = 
     path = resolve(args.model)
     with progress("Loading weights") as advance:
         return load_engine(path, storage=args.weights, device=args.device, exact=not args.fast,
-                           kv_dtype=kv_dtype, context=args.context, kv_tokens=kv_tokens,
-                           max_running=max_running, policy=policy, tensor_parallel=args.tp,
-                           threads=args.threads, progress=advance)
+                           kv_dtype=kv_dtype, products=args.products, context=args.context,
+                           kv_tokens=kv_tokens, max_running=max_running, policy=policy,
+                           tensor_parallel=args.tp, threads=args.threads,
+                           step_timeout=step_timeout, progress=advance)

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kilter.serve.load import write_tokenizer
     from kilter.weights.pull import CATALOGUE, folder_of, pull
+    from kilter.weights.tokenizer import write_tokenizer
 
     if args.list:
         _list()

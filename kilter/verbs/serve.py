@@ -16,6 +16,8 @@ from kilter.verbs.model_options import add_model_arguments, load
 if TYPE_CHECKING:
     from kilter.serve.server.config import ServerConfig
 
+_STALLS = 5  # with --tp, so many times --stall-timeout a step may take before it is given up
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
@@ -56,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="how long running requests may still take after SIGTERM or Ctrl-C "
                             "(default: %(default)s)")
     group.add_argument("--stall-timeout", type=float, default=60, metavar="SECONDS",
-                       help="/health is 503 when the engine is busy and no step ended for so long "
+                       help="/health is 503 when the engine is busy and no step ended for so "
+                            "long; with --tp the server ends after five times that "
                             "(default: %(default)s)")
     group.add_argument("--prepare-threads", type=int, default=2, metavar="N",
                        help="threads for templates, tokens and grammars (default: %(default)s)")
@@ -68,12 +71,13 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     from kilter.serve.params import GrammarSpec, SamplingParams
     from kilter.serve.server.context import build_context
-    from kilter.serve.server.lifecycle import Server, bind, url_of
+    from kilter.serve.server.lifecycle import Server, bind, listen, url_of
 
     logging.basicConfig(level=logging.INFO if args.access_log else logging.WARNING,
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with bind(config) as listener:
-        engine = load(args, args.max_running, kv_tokens=args.kv_tokens, policy=args.policy)
+        engine = load(args, args.max_running, kv_tokens=args.kv_tokens, policy=args.policy,
+                      step_timeout=_STALLS * args.stall_timeout)
         # The engine's thread and the event loop hand the interpreter to each other many times a
         # step, and waiting for it costs more than handing it over.
         sys.setswitchinterval(0.001)
@@ -90,11 +94,14 @@ def run(args: argparse.Namespace) -> int:
             gc.freeze()
             print(f"{config.served_name} is served at {url}/v1; the page is {url}/", flush=True)
 
+        server = Server(context, access_log=args.access_log, on_ready=ready)
         try:
-            Server(context, access_log=args.access_log, on_ready=ready).run([listener])
+            listen(listener)
+            server.run([listener])
         finally:
             context.close()
-    return 0
+            engine.close()
+    return 1 if server.failed else 0
 
 
 def _config(args: argparse.Namespace) -> ServerConfig:

@@ -2,7 +2,7 @@
 
 The folder is written beside its destination under a temporary name and renamed at the end, so a
 destination is whole or absent. Tensors are streamed: of the weights, one parameter at a time is
-in memory.
+in memory, also of those that are elsewhere until they are asked for (`Pending`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,27 @@ _DTYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 # Files that belong to a model and hold no weights and no code.
 _CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README.md",
             "additional_chat_templates/*.jinja")
-_NOT_CARRIED = (INDEX, "pytorch_model.bin.index.json", "config.json", "kilter.json")
+# Of what is carried, nothing may say that the weights are others: transformers would load an
+# adapter_config.json's adapter over them.
+_NOT_CARRIED = ("*.index.json", "config.json", "kilter.json", "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that is made when it is its turn to be written, and not kept.
+
+    Attributes:
+        load: makes it, of this shape and dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class State:
-    """Weights in memory to export: a trained model, for instance.
+    """Weights in memory, or to come, to export: a trained model, for instance.
 
     Attributes:
         spec: the model.
@@ -51,7 +68,7 @@ class State:
     """
 
     spec: ModelSpec
-    tensors: Mapping[str, Weight]
+    tensors: Mapping[str, Weight | Pending]
     folder: Path | None = None
     config: Mapping[str, Any] | None = None
 
@@ -79,8 +96,8 @@ def export_hf(source: ModelSource | State, dst: str | Path, *, dtype: torch.dtyp
         before_rename: called with the complete temporary folder; adds files to it.
 
     Raises:
-        WeightsError: the destination holds something and `overwrite` is off, or `source` lacks
-            parameters.
+        WeightsError: the destination holds something and `overwrite` is off, `source` lacks
+            parameters, or the files cannot be written; the destination is as it was.
         ValueError: an unsupported `dtype`.
     """
     dst = Path(dst)
@@ -91,26 +108,51 @@ def export_hf(source: ModelSource | State, dst: str | Path, *, dtype: torch.dtyp
         raise WeightsError(f"{dst} already exists; choose another destination or allow it to be "
                            "overwritten.")
     parameters = _parameters(source, dtype)
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    work = dst.parent / f".{dst.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    work.mkdir()
-    try:
+    with replacing(dst) as work:
         _write_weights(work, parameters, max_shard_bytes, progress)
         _carry_files(source, work)
         if before_rename is not None:
             before_rename(work)
         # Last, because a folder without a config.json is not a model to anybody.
         _write_json(work / "config.json", _config(source, parameters, dtype))
-        _replace(work, dst)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     return dst
 
 
+@contextmanager
+def replacing(dst: Path) -> Iterator[Path]:
+    """A new folder to fill, which then takes the place of whatever is at ``dst``; if anything
+    fails, nothing is left of it and ``dst`` is as it was.
+
+    Raises:
+        WeightsError: if the disk does not let it.
+    """
+    work = dst.parent / f".{dst.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir()
+        yield work
+        _replace(work, dst)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise WeightsError(
+                f"{dst} could not be written: {os.strerror(error.errno)}"
+                f"{f' ({error.filename})' if error.filename else ''}. Nothing of it was left "
+                "behind; make room, or name a folder that can be written.") from error
+        raise
+
+
+def remove_leftovers(dst: Path) -> None:
+    """Removes what `replacing` left beside ``dst`` in processes that were killed. Only for who
+    knows that no other one is at it."""
+    for kind in ("partial", "old"):
+        for left in dst.parent.glob(f".{dst.name}.{kind}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 @dataclass(frozen=True)
-class _Parameter:
-    """One parameter of ours, the tensors it becomes, and how to get it."""
+class Parameter:
+    """One parameter of ours, the tensors it becomes in a file, and how to get them."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     load: Callable[[], dict[str, Tensor]]
@@ -120,7 +162,7 @@ class _Parameter:
         return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())
 
 
-def _parameters(source: ModelSource | State, dtype: torch.dtype | None) -> list[_Parameter]:
+def _parameters(source: ModelSource | State, dtype: torch.dtype | None) -> list[Parameter]:
     """What to write, in order. Names and dtypes of a Hugging Face source stay as they are."""
     names = hugging_face(source.spec, head="score" if source.is_reward else "lm_head")
     maps = {m.name: m for m in decoder_mappings(source.spec, names, source.is_reward)}
@@ -137,7 +179,7 @@ def _parameters(source: ModelSource | State, dtype: torch.dtype | None) -> list[
 
 
 def _parameter(source: ModelSource | State, mapping: ParameterMap,
-               dtype: torch.dtype | None) -> _Parameter:
+               dtype: torch.dtype | None) -> Parameter:
     name = mapping.name
     tensors = {}
     for i, (target, shape) in enumerate(mapping.sources.items()):
@@ -163,17 +205,18 @@ def _parameter(source: ModelSource | State, mapping: ParameterMap,
 
     def load() -> dict[str, Tensor]:
         weight = source.tensors[name] if isinstance(source, State) else source.read(name)
+        weight = weight.load() if isinstance(weight, Pending) else weight
         parts = mapping.to_source(weight)
         parts |= {target: parts[original] for target, original in copies.items()}
         return {target: dense(part).to("cpu", tensors[target][0]).contiguous()
                 for target, part in parts.items()}
 
-    return _Parameter(tensors, load)
+    return Parameter(tensors, load)
 
 
-def _write_weights(folder: Path, parameters: list[_Parameter], max_shard_bytes: int,
+def _write_weights(folder: Path, parameters: list[Parameter], max_shard_bytes: int,
                    progress: Progress | None) -> None:
-    shards: list[list[_Parameter]] = [[]]
+    shards: list[list[Parameter]] = [[]]
     for parameter in parameters:
         held = sum(p.nbytes for p in shards[-1])
         if shards[-1] and held + parameter.nbytes > max_shard_bytes:
@@ -185,7 +228,7 @@ def _write_weights(folder: Path, parameters: list[_Parameter], max_shard_bytes: 
     for i, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else (
             f"model-{i:05d}-of-{len(shards):05d}.safetensors")
-        for written in _write_shard(folder / file, shard):
+        for written in write_file(folder / file, shard):
             done += written
             if progress is not None:
                 progress(done, total)
@@ -195,8 +238,8 @@ def _write_weights(folder: Path, parameters: list[_Parameter], max_shard_bytes: 
                                      "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _write_shard(path: Path, shard: list[_Parameter]) -> Iterable[int]:
-    """Streams one file; yields the bytes written after each parameter.
+def write_file(path: Path, shard: list[Parameter]) -> Iterable[int]:
+    """Streams one safetensors file; yields the bytes written after each parameter.
 
     The header comes first and needs every offset, which shapes and dtypes give. Wide dtypes come
     first in the data, so that every tensor is aligned to its element size.
@@ -217,10 +260,11 @@ def _write_shard(path: Path, shard: list[_Parameter]) -> Iterable[int]:
             for name, tensor in parameter.load().items():
                 f.seek(8 + len(text) + header[name]["data_offsets"][0])
                 f.write(tensor.view(torch.uint8).numpy().data)
+            del tensor  # before the next one comes
             yield parameter.nbytes
 
 
-def _config(source: ModelSource | State, parameters: list[_Parameter],
+def _config(source: ModelSource | State, parameters: list[Parameter],
             dtype: torch.dtype | None) -> dict[str, Any]:
     family = FAMILIES[source.spec.architecture]
     config = dict(source.config or {})
@@ -261,7 +305,7 @@ def _carry_files(source: ModelSource | State, work: Path) -> None:
         for pattern in _CARRIED:
             for file in sorted(folder.glob(pattern)):
                 target = work / file.relative_to(folder)
-                if file.is_file() and file.name not in _NOT_CARRIED:
+                if file.is_file() and not any(fnmatch(file.name, name) for name in _NOT_CARRIED):
                     target.parent.mkdir(exist_ok=True)
                     shutil.copyfile(file, target)
     generation = work / "generation_config.json"

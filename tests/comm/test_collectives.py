@@ -56,6 +56,9 @@ def check_movement(n: int) -> None:
     assert torch.equal(got, torch.cat([sent[i].split(dealt[i])[me] for i in range(n)]))
     x = torch.full((3,), float(me))
     assert collectives.broadcast(x, axis, n - 1) is x and x.tolist() == [n - 1] * 3
+    parts = collectives.gather(torch.tensor(me), axis, n - 1)
+    assert (None if parts is None else [p.item() for p in parts]) == (
+        [*range(n)] if me == n - 1 else None)
     assert collectives.all_reduce_sum(torch.tensor([me + 0.1]), axis).dtype == torch.float64
     count = torch.tensor(me)
     assert collectives.all_reduce_sum(count, axis).item() == n * (n - 1) // 2

@@ -141,6 +141,9 @@ def test_defaults_follow_from_the_degrees() -> None:
     ({"dp": 6, "replicate": 2}, "set zero to 1, 2 or 3 to shard them over 3 ranks"),
     ({"dp": 3, "ep": 2}, r"ep 2 · etp 1 = 2 does not divide the 3 ranks .* ep may be 1 or 3"),
     ({"dp": 3, "etp": 2}, r"does not divide the 3 ranks .* etp must be one of 1 or 3"),
+    ({"overlap_tp": True, "dp": 2}, "overlap_tp is set, but tp is 1, so there is nothing to"),
+    ({"overlap_tp": True, "tp": 4, "sequence_parallel": False},
+     "without sequence_parallel the 4 ranks hold all rows"),
     ({"dp": 4, "replicate": 4, "zero": 1, "ep": 2},
      r"replicate 4 does not divide edp 2 .* replicate may be 1 or 2"),
 ])

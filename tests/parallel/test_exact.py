@@ -88,6 +88,8 @@ def alone(model: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("model", "layout"), [
     ("tied", Layout(tp=2)), ("tied", Layout(tp=3)), ("tied", Layout(tp=4)),
     ("untied", Layout(tp=8)), ("untied", Layout(tp=8, sequence_parallel=False)),
+    ("tied", Layout(tp=2, overlap_tp=True)), ("untied", Layout(tp=4, overlap_tp=True)),
+    ("tied", Layout(tp=8, overlap_tp=True)), ("everything", Layout(tp=2, overlap_tp=True)),
     ("tied", Layout(dp=2, tp=2, zero=3)), ("tied", Layout(dp=4, zero=3)),
     ("everything", Layout(tp=2)), ("everything", Layout(tp=4, sequence_parallel=False)),
     ("smollm2", Layout(tp=2)), ("smollm2", Layout(tp=3)), ("smollm2", Layout(dp=2, zero=3)),

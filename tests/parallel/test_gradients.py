@@ -172,17 +172,22 @@ def after_steps(spec: ModelSpec, layout: Layout, steps: int) -> Parts:
     """Every element that a rank has after some steps of AdamW."""
     spread = spread_model(spec, layout)
     optimizer = Optimizer(spread.held, OptimizerConfig(lr=1e-2), spread.mesh.axis("dp_cp_tp"))
+    dp = spread.mesh.axis("dp")
     for step in range(steps):
-        train_step(spread, optimizer, [packed(documents(spec.vocab_size, 3, seed=step))])
+        mine = packed(documents(spec.vocab_size, 3, seed=step * dp.size + dp.index))
+        train_step(spread, optimizer, [mine])
     return {h.name: [(box.slices, part.detach().clone())
                      for box, _, part in h.shard.parts(h.tensor)] for h in spread.held}
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4, sequence_parallel=False)], ids=str)
-def test_ranks_do_not_drift_apart(ranks: RankPool, layout: Layout) -> None:
-    """After 50 steps what several ranks hold (norms, biases, the one KV head) is the same bits."""
+@pytest.mark.parametrize(("layout", "steps"), [
+    (Layout(tp=2), 50), (Layout(tp=4, sequence_parallel=False), 50), (Layout(dp=3), 10),
+    (Layout(dp=4, replicate=2, zero=2), 10), (Layout(dp=4, replicate=2, zero=3), 10)], ids=str)
+def test_ranks_do_not_drift_apart(ranks: RankPool, layout: Layout, steps: int) -> None:
+    """Case 26: what several ranks hold is the same bits after many steps: norms, biases and the one
+    KV head of tensor-parallel ranks, everything of copies."""
     spec = short(everything())
-    found = ranks.run(layout.world, after_steps, spec, layout, 50)
+    found = ranks.run(layout.world, after_steps, spec, layout, steps)
     shared = 0
     for name, whole_parts in after_steps(spec, Layout(), 0).items():
         values = torch.full(whole_parts[0][1].shape, torch.nan)

@@ -23,7 +23,8 @@ COVERING = ["ddp4", "zero1-4", "zero2-2", "zero3-8", "hsdp 2x2 zero2", "hsdp 2x4
             "cp3 ring striped", "cp4 ulysses", "cp4 all-gather balanced", "cp2 striped zero1-2",
             "cp4 ring zero3 over cp", "cp2 ulysses pp2 zb-v", "cp2 striped pp2 tp2+sp",
             "cp2 ring tp2+sp zero3-2", "cp2 ring pp2 tp2+sp zero3 over cp",
-            "everything cp2 all-gather tp2+sp"]
+            "everything cp2 all-gather tp2+sp", "tp4+sp overlap zero3-2",
+            "pp2 zb-v tp2+sp overlap recompute selective", "cp2 ring tp4+sp overlap"]
 
 
 @cache

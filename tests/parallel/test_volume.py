@@ -56,7 +56,7 @@ class Forms:
 
     @property
     def volume(self) -> Volume:
-        return {key: (self.calls[key], self.bytes[key]) for key in self.calls}
+        return {key: (calls, self.bytes[key]) for key, calls in self.calls.items() if calls}
 
 
 def shapes(spec: ModelSpec) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -109,8 +109,12 @@ def tensor_volume(forms: Forms, spec: ModelSpec, layout: Layout) -> None:
     # other backward.
     sums = 2 * layers + 1
     if layout.sequence_parallel:
-        forms.all_to_all("tp", 4 * T * d, n, 2 * sums * M)
-        forms.add("tp", "all_gather", 4 * T * d, n, 2 * sums * M)
+        whole = 1 if layout.overlap_tp else sums
+        forms.all_to_all("tp", 4 * T * d, n, 2 * whole * M)
+        forms.add("tp", "all_gather", 4 * T * d, n, 2 * whole * M)
+        steps = 4 * (sums - whole) * M * (n - 1)  # those of layers, to each rank by itself
+        forms.add("tp", "send", 4 * T * d // n, n, steps)
+        forms.add("tp", "recv", 0, n, steps)
         forms.tree_all_reduce("tp", d, n, (2 * layers + 1) * M)  # norms' gradients
     else:
         forms.tree_all_reduce("tp", T * d, n, 2 * sums * M)
@@ -140,7 +144,7 @@ def counted(spec: ModelSpec, layout: Layout) -> Volume:
     Layout(dp=2), Layout(dp=4), Layout(dp=2, zero=1), Layout(dp=4, zero=2), Layout(dp=4, zero=3),
     Layout(dp=4, replicate=2, zero=2), Layout(dp=4, replicate=2, zero=3),
     Layout(tp=2, sequence_parallel=False), Layout(tp=4, sequence_parallel=False), Layout(tp=2),
-    Layout(tp=4)], ids=str)
+    Layout(tp=4), Layout(tp=2, overlap_tp=True), Layout(tp=4, overlap_tp=True)], ids=str)
 def test_a_step_sends_what_its_form_says(ranks: RankPool, layout: Layout) -> None:
     # Rows that 4 ranks share evenly, as one rank's bytes are then every rank's.
     spec = replace(tiny(False), vocab_size=320, hidden_size=64, layers=tiny(False).layers[:2],
@@ -148,6 +152,14 @@ def test_a_step_sends_what_its_form_says(ranks: RankPool, layout: Layout) -> Non
     expected = step_volume(spec, layout)
     for found in ranks.run(layout.world, counted, spec, layout):
         assert found == expected
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_overlap_sends_the_same_bytes(tp: int) -> None:
+    forms = [step_volume(tiny(False), layout)
+             for layout in (Layout(tp=tp), Layout(tp=tp, overlap_tp=True))]
+    plain, overlap = (sum(sent for _, sent in volume.values()) for volume in forms)
+    assert plain == overlap and forms[0] != forms[1]
 
 
 def test_a_large_sum_goes_in_two_exchanges(ranks: RankPool) -> None:

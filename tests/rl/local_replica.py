@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -57,10 +58,13 @@ class LocalRank(RolloutRank):
 
 
 class LocalReplica:
-    """A replica of one rank that dies in its samplings number ``dies``, after the work."""
+    """A replica of one rank that dies in its samplings number ``dies``, after the work, and never
+    comes back from those number ``hangs``."""
 
-    def __init__(self, job: RLJob, dies: frozenset[int] = frozenset(), slow: float = 0.0) -> None:
-        self._job, self._dies, self._dead = job, dies, False
+    def __init__(self, job: RLJob, dies: frozenset[int] = frozenset(),
+                 hangs: frozenset[int] = frozenset(), slow: float = 0.0) -> None:
+        self._job, self._dies, self._hangs, self._dead = job, dies, hangs, False
+        self._killed = threading.Event()
         self._rank, self._thread = LocalRank(slow), ThreadPoolExecutor(1)
 
     def start(self, done: Callable[..., None]) -> None:
@@ -71,6 +75,9 @@ class LocalReplica:
 
     def sample(self, number: int, groups: Sequence[Group], done: Callable[..., None]) -> None:
         def work() -> list[Group]:
+            if number in self._hangs:
+                self._killed.wait()
+                raise Dead
             found = self._rank.sample(number, groups)
             if number in self._dies:
                 self._dead = True
@@ -82,6 +89,9 @@ class LocalReplica:
     def interrupt(self, number: int) -> None:
         threading.Thread(target=self._rank.interrupt, args=(number,), daemon=True).start()
 
+    def progress(self) -> int:
+        return self._rank.progress()
+
     def lost(self, error: BaseException) -> bool:
         return self._dead
 
@@ -89,6 +99,8 @@ class LocalReplica:
         return error
 
     def kill(self) -> None:
+        self._rank._over = sys.maxsize  # nobody is left to interrupt
+        self._killed.set()
         self._thread.shutdown(wait=False)
 
     def close(self) -> None:
@@ -125,19 +137,21 @@ class Seen:
                 for version, e in zip(self.versions, self.experiences, strict=True)]
 
 
-def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (), pause: float = 0.0,
-              slow: float = 0.0, stop_after: int | None = None, apart: bool = True) -> Seen:
+def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (),
+              hangs: Sequence[frozenset[int]] = (), pause: float = 0.0, slow: float = 0.0,
+              stop_after: int | None = None, apart: bool = True) -> Seen:
     """A run with its trainer in this process, or as the rank it is; replicas are with the first.
 
     Args:
-        deaths: samplings that the first, second, ... replica that is made dies in.
+        deaths: samplings that the first, second, ... replica that is made dies in; ``hangs`` those
+            that it never comes back from.
         pause: seconds more that the trainer learns in every step.
         slow: seconds more that each step of a replica's engine takes.
         stop_after: a step after which it is told to stop.
         apart: whether rollouts are on replicas; else the ordinary synchronous run.
     """
     seen, stop, inputs = Seen(), threading.Event(), open_rl(job)
-    made = iter(deaths)
+    dying, hanging = iter(deaths), iter(hangs)
 
     class Run(RLRun):
         def learn(self, experience: Experience, version: int, *args: Any) -> Any:
@@ -163,8 +177,9 @@ def run_local(job: RLJob, *, deaths: Sequence[frozenset[int]] = (), pause: float
     with ExitStack() as closing:
         rollouts = None
         if apart and first:
-            rollouts = Rollouts(job, lambda _: LocalReplica(job, next(made, frozenset()), slow),
-                                job.placement.rollout)
+            rollouts = Rollouts(job, lambda _: LocalReplica(
+                job, next(dying, frozenset()), next(hanging, frozenset()), slow),
+                job.placement.rollout)
             closing.callback(rollouts.close)
         if apart:
             roles: Roles = DistantRoles(job, inputs, "cpu", None, rollouts, copy.deepcopy, deliver)

@@ -5,10 +5,12 @@ Replicas are threads here (`tests.rl.local_replica`); `test_ray` has the same on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.parallel.apply import apply
 from kilter.rl.distributed import book as book_module
+from kilter.rl.distributed import rollouts as rollouts_module
 from kilter.rl.distributed.book import Book, Group
 from kilter.rl.distributed.roles import TooStale, check_staleness
-from kilter.rl.distributed.rollouts import RolloutsLost, covered
+from kilter.rl.distributed.rollouts import Rollouts, RolloutsLost, covered
 from kilter.rl.distributed.weights import pack, parcel_plan, trainer_sums, unpack
 from kilter.rl.experience import Rollout
 from kilter.rl.placement import PlacementConfig
@@ -141,6 +144,67 @@ def test_a_replica_that_dies_loses_and_doubles_nothing(tmp_path: Path) -> None:
 def test_replicas_that_always_die_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(RolloutsLost, match="replica 0 died 3 times without finishing a prompt"):
         run_local(job_of(tmp_path, 1, launch={"max_restarts": 2}), deaths=[frozenset({1})] * 9)
+
+
+def test_a_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """Nobody hears of it again, and it had work: that is given out again."""
+    hangs = [frozenset({1}), frozenset({2})]
+    want = run_local(make_job(tmp_path / "sync"), apart=False)
+    got = run_local(job_of(tmp_path / "hanging", 0, 2, placement={"deadline": 1.5}), hangs=hangs)
+    same(got, want)
+    assert sum(told["rollouts"]["replaced"] for told in got.told) >= 2
+
+
+class Still:
+    """A replica whose start does not end."""
+
+    said: int | None = None
+
+    def start(self, done: Any) -> None:
+        self.done = done
+
+    def progress(self) -> int | None:
+        return self.said
+
+    def kill(self) -> None:
+        pass
+
+    close = kill
+
+
+def test_who_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is of a standstill, not of the work; and who was given up is not heard."""
+    clock, made = [0.0], list[Still]()
+
+    def make(index: int) -> Still:
+        made.append(Still())
+        return made[-1]
+
+    monkeypatch.setattr(rollouts_module, "time", SimpleNamespace(
+        monotonic=lambda: clock[0], time=lambda: clock[0]))
+    job = job_of(tmp_path, 1, placement={"deadline": 10.0}, launch={"max_restarts": 1})
+    rollouts = Rollouts(job, make, 1)  # type: ignore[arg-type]
+
+    def look(now: float) -> int:
+        with rollouts._changed:
+            clock[0] = now
+            rollouts._watch()
+            return len(made)
+
+    assert look(9.0) == 1
+    for number in range(5):  # it gets on, slowly
+        made[0].said = number
+        assert look(18.0 + 9.0 * number) == 1
+    assert look(63.9) == 1 and look(64.1) == 2
+    made[0].done(None, None)  # of the one that was given up
+    rollouts._events.put(rollouts._nothing)
+    while not rollouts._events.empty():
+        time.sleep(0.01)
+    assert rollouts._slots[0].state == "busy"
+    with pytest.raises(RolloutsLost, match=r"replica 0 died 2 times .* did not get on for 10 s, "
+                                           r"see placement\.deadline"):
+        look(75.0)
+    rollouts.close()
 
 
 def test_what_a_replica_raises_is_the_runs_error(tmp_path: Path) -> None:
@@ -305,6 +369,8 @@ def test_parcels_are_the_trainers_weights(ranks: RankPool, degree: int, layout: 
     ({"max_staleness": 1, "ray": True}, "set ray = true and rollout"),
     ({"in_flight": "restart", "ray": True, "rollout": 1}, "in_flight is set, but max_staleness"),
     ({"in_flight": "drop", "ray": True}, "in_flight is 'drop' but must be continue or restart"),
+    ({"deadline": 5.0, "ray": True}, "deadline is 5.0, but only rollouts that are actors of Ray"),
+    ({"deadline": 0.0, "ray": True, "rollout": 1}, "deadline is 0.0 but must be positive"),
     ({"cpus": 0.5}, "only Ray reserves CPUs"), ({"cpus": 0.0, "ray": True}, "must be positive")])
 def test_placements_that_cannot_be(table: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):

@@ -75,7 +75,8 @@ def test_recipes_that_cannot_be(recipe: dict[str, Any], words: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"output": ""}, "output is empty"), ({"steps": 0}, "steps is 0"),
+    ({"output": ""}, "output is empty"), ({"steps": -1}, "steps is -1"),
+    ({"steps": 0}, "steps is 0, which only asks held-out prompts, but eval.prompts is 0"),
     ({"rewards": []}, "there is no reward; give at least one of [[rewards]]"),
     ({"critic": CRITIC}, "grpo has no critic; leave [critic] out"),
     ({"rollout": {"samples": 1}}, "grpo compares the samples of a prompt"),
@@ -88,9 +89,13 @@ def test_recipes_that_cannot_be(recipe: dict[str, Any], words: str, tmp_path: Pa
     ({"update": {"minibatches": 17}}, "update.minibatches is 17, more than the 16 sequences"),
     ({"update": {"epochs": 0}}, "epochs is 0"), ({"update": {"gate": "on"}}, "gate is 'on'"),
     ({"update": {"max_norm": -1.0}}, "max_norm -1.0"),
-    ({"layout": {"cp": 2}}, "layout.cp is 2"), ({"layout": {"ep": 2, "dp": 2}}, "layout.ep is 2"),
+    ({"layout": {"cp": 2}, "context": {"method": "ring"}},
+     "context.method is ring, and with layout.cp above 1"),
+    ({"context": {"method": "ring"}}, "context is set, but no layout has cp"),
+    ({"layout": {"ep": 2, "dp": 2}}, "layout.ep is 2"),
     ({"pipeline": {"chunks": 2}}, "pipeline"),
-    ({"algorithm": "ppo", "critic": {"layout": {"cp": 2}}}, "critic.layout.cp is 2"),
+    ({"algorithm": "ppo", "critic": {"layout": {"cp": 2}}, "placement": {"critic": 2},
+      "context": {"method": "ring"}}, "context.method is ring, and with critic.layout.cp above 1"),
     ({"algorithm": "ppo", "critic": {"layout": {"dp": 2}}}, "critic.layout has 2 ranks, but 1"),
     ({"algorithm": "ppo", "critic": {"warmup": -1}}, "warmup is -1"),
     ({"placement": {"critic": 1}}, "placement.critic is 1, but this run has no critic"),
@@ -112,8 +117,14 @@ def refused(folder: Path, words: str, **changes: Any) -> None:
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"output is empty.*steps is 0.*layout\.cp is 2"):
-        make_job(tmp_path, output="", steps=0, layout={"cp": 2})
+    with pytest.raises(JobError, match=r"output is empty.*steps is 0.*layout\.ep is 2"):
+        make_job(tmp_path, output="", steps=0, layout={"ep": 2, "dp": 2})
+
+
+def test_a_ring_is_for_runs_that_promise_no_bits(tmp_path: Path) -> None:
+    ring: dict[str, Any] = {"layout": {"cp": 2}, "context": {"method": "ring"}}
+    assert make_job(tmp_path, **ring, model={"exact": False}).context.method == "ring"
+    assert make_job(tmp_path, layout={"cp": 2}).context.method == "all_gather"
 
 
 def test_roles_have_runs_of_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from functools import cache
@@ -30,10 +31,10 @@ from kilter.rl.reshard_plan import make_plan
 from kilter.rl.rollout import Prompt, RolloutConfig, RolloutEngine, rollout_mesh
 from kilter.rl.scoring import micro_batches, score
 from kilter.serve.engine_config import EngineConfig
-from kilter.serve.load import open_tokenizer
 from kilter.serve.params import SamplingParams
 from kilter.train.lora import LoraConfig, merge
 from kilter.weights.bridge import open_model
+from kilter.weights.tokenizer import open_tokenizer
 from tests.ranks import RankPool
 from tests.rl.tiny_policy import (
     CONTEXT,
@@ -131,13 +132,14 @@ def test_after_new_weights() -> None:
     compared(sampled(engine), spread).check()
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_formats(precision: Any, kv_dtype: Any) -> None:
-    settings = config(precision=precision, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(("precision", "kv_dtype", "products"), [
+    *itertools.product(["fp32", "bf16"], ["fp32", "bf16", "fp16"], ["fp32"]),
+    ("fp32", "fp32", "bf16"), ("bf16", "bf16", "bf16")])
+def test_formats(precision: Any, kv_dtype: Any, products: Any) -> None:
+    settings = config(precision=precision, kv_dtype=kv_dtype, products=products)
     rollouts = sampled(rollout_engine(settings), temperature=0.7)
     compared(rollouts, trainer(settings), temperature=0.7).check()
-    if (precision, kv_dtype) != ("fp32", "fp32"):
+    if (precision, kv_dtype, products) != ("fp32", "fp32", "fp32"):
         assert not compared(rollouts, trainer(), temperature=0.7).exact
 
 
@@ -229,6 +231,7 @@ def on_one(settings: RolloutConfig, temperature: float) -> list[Rollout]:
 
 FP32, BF16 = config(), config(precision="bf16", kv_dtype="bf16")
 ADAPTED = config(lora=LoraConfig(rank=4, dora=True))
+ROUNDED = config(products="bf16")
 
 
 @pytest.mark.parametrize(("layout", "tp", "settings", "temperature"), [
@@ -243,6 +246,9 @@ ADAPTED = config(lora=LoraConfig(rank=4, dora=True))
     (Layout(dp=4, tp=2, zero=3), 2, FP32, 1.0),
     (Layout(pp=2, dp=2), 2, BF16, 0.6),
     (Layout(dp=2, tp=2, zero=1, sequence_parallel=False), 1, ADAPTED, 0.6),
+    (Layout(tp=4), 2, ROUNDED, 0.6),
+    (Layout(cp=2), 2, BF16, 0.6),
+    (Layout(cp=2, dp=2, zero=3), 4, ADAPTED, 1.0),
 ], ids=lambda v: str(v) if isinstance(v, Layout | int | float) else
     "lora" if v.lora else v.precision)
 def test_any_layout_of_either(ranks: RankPool, layout: Layout, tp: int, settings: RolloutConfig,
@@ -295,13 +301,6 @@ def test_after_updates_from_the_trainers_shards(ranks: RankPool, layout: Layout,
 
 
 # ---- the real model ----
-
-def test_context_parallel_trainers_are_refused() -> None:
-    spread = trainer()
-    spread.mesh.layout = Layout(cp=2)
-    with pytest.raises(ValueError, match="cp = 2 yet"):
-        compared(sixty_four(1.0), spread)
-
 
 def test_the_real_model(smollm2: Path) -> None:
     source = open_model(smollm2)

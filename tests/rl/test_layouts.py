@@ -3,6 +3,7 @@ log-probabilities, and the same step within rounding."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from kilter.job import dump
 from kilter.models.batch import Batch
 from kilter.rl.rewards import Sample
+from kilter.rl.tasks import TaskItem
 from tests.ranks import RankPool
-from tests.rl.tiny_job import MODEL, everyone, make_job, new_run
+from tests.rl.tiny_job import MODEL, Letters, everyone, make_job, new_run
 
 CRITIC = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-6}}
 FSDP2 = {"dp": 2, "zero": 3}
@@ -62,12 +64,15 @@ def same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
         if "critic" in two:
             assert one["critic"]["loss"] == pytest.approx(two["critic"]["loss"], rel=1e-5)
+            assert one["critic"]["clip_fraction"] == pytest.approx(
+                two["critic"]["clip_fraction"], abs=0.02)
 
 
 @pytest.mark.parametrize(("layout", "tp"), [
     ({"dp": 2}, 1), (FSDP2, 2), ({"tp": 2}, 2), ({"dp": 2, "tp": 2, "zero": 3}, 1),
     ({"dp": 2, "tp": 2, "zero": 3}, 2), ({"dp": 2, "tp": 2, "zero": 3}, 4), ({"pp": 2}, 1),
-    ({"pp": 2, "dp": 2}, 2)], ids=str)
+    ({"pp": 2, "dp": 2}, 2), ({"cp": 2}, 2), ({"cp": 2, "dp": 2, "zero": 3}, 1),
+    ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "pp": 2}, 1)], ids=str)
 def test_any_layout(layout: dict[str, Any], tp: int, tmp_path: Path, ranks: RankPool) -> None:
     expected = two_steps(dump(make_job(tmp_path, **PPO)))
     job = make_job(tmp_path, **{**PPO, "layout": layout, "rollout": {"max_tokens": 12, "tp": tp},
@@ -88,7 +93,30 @@ def test_any_placement(placement: dict[str, int], layout: dict[str, Any], tmp_pa
         same_steps(found, expected)
 
 
-@pytest.mark.parametrize("layout", [FSDP2, {"tp": 2}, {"pp": 2}], ids=str)
+class Words(Letters):
+    """Prompts that samples share rows of, where they can."""
+
+    def __getitem__(self, index: int) -> TaskItem:
+        item = super().__getitem__(index)
+        return replace(item, messages=({"role": "user", "content": 6 * item.reference},))
+
+
+def test_sequences_over_ranks_by_heads(tmp_path: Path, ranks: RankPool) -> None:
+    """The other method that keeps bits; and a critic on ranks of its own that are spread so."""
+    changes = {**PPO, "task": {"python": f"{__name__}:Words"},
+               "recipe": {**PPO["recipe"], "value_clip": 1e-3},
+               "update": {"gate": "pass", "epochs": 2, "token_budget": 60}}
+    expected = two_steps(dump(make_job(tmp_path, **changes)))
+    assert expected[1]["critic"]["clip_fraction"] > 0.1
+    ulysses = {"method": "ulysses", "placement": "contiguous"}
+    job = make_job(tmp_path, **{
+        **changes, "layout": {"cp": 2}, "context": ulysses, "placement": {"critic": 2},
+        "critic": {**CRITIC, "layout": {"cp": 2}}})
+    for found in everyone(ranks, two_steps, job):
+        same_steps(found, expected)
+
+
+@pytest.mark.parametrize("layout", [FSDP2, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_pairs_on_any_ranks(layout: dict[str, Any], tmp_path: Path, ranks: RankPool) -> None:
     """Online DPO, whose loss is of two sequences that are on different ranks."""
     online: dict[str, Any] = {"algorithm": "online_dpo", "seed": 1, "rollout": {"max_tokens": 12},
@@ -109,7 +137,7 @@ def nothing(samples: list[Sample]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["rare", "nothing"])
-@pytest.mark.parametrize("layout", [FSDP2, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [FSDP2, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}], ids=str)
 def test_dynamic_sampling_on_ranks(kind: str, layout: dict[str, Any], tmp_path: Path,
                                    ranks: RankPool) -> None:
     """Fewer sequences than ranks, and rounds until none is left to ask."""

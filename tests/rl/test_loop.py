@@ -139,6 +139,24 @@ def test_adapters_alone_are_sent(tmp_path: Path, ranks: RankPool) -> None:
         assert not torch.equal(after_T[here], before_T[here])
 
 
+def test_it_starts_from_an_adapter(tmp_path: Path) -> None:
+    first, _ = ran(tmp_path, lora={"rank": 2}, steps=2, export=True)
+    adapter = str(tmp_path / "run" / "adapter")
+    changes = {"output": str(tmp_path / "on"), "lora": {"rank": 2, "path": adapter}}
+
+    def adapters(job: RLJob) -> dict[str, torch.Tensor]:
+        with new_run(dump(job)) as run:
+            return {held.name: held.tensor.clone() for held in run.roles.policy.spread.held}  # type: ignore[union-attr]
+
+    ended, started = adapters(first), adapters(make_job(tmp_path, **changes))
+    assert all(torch.equal(ended[name], started[name]) for name in ended)
+    _, rows = ran(tmp_path, **changes, steps=1)
+    assert rows[0]["gate"]["max"] == 0.0
+    changes["lora"] = {"rank": 4, "path": adapter}
+    with pytest.raises(ValueError, match=r"the table says rank = 2\."):
+        ran(tmp_path, **changes)
+
+
 # ---- turns ----
 
 SAID = [5, 5, 4]  # what the environment says: letters that the reward counts, if it saw them
@@ -252,6 +270,14 @@ def number(rollout: Rollout, tokenizer: object) -> int:
     return 7
 
 
+def tokens_beyond(rollout: Rollout, tokenizer: object) -> list[int]:
+    return [3, 40]
+
+
+def raw_bytes(rollout: Rollout, tokenizer: object) -> bytes:
+    return b"!!"
+
+
 def failed(job: Mapping[str, Any]) -> tuple[str, str]:
     """How a run ends that cannot: the exception's name and text."""
     with new_run(job) as run:
@@ -296,10 +322,15 @@ def test_a_failure_of_some_ranks_is_said_by_all(
     assert found[0][0] == name and words in found[0][1]
 
 
-def test_an_environment_that_answers_with_no_text_is_refused(tmp_path: Path) -> None:
-    changes = {**ENDS["rollout"], "environment": f"{__name__}:number"}
+@pytest.mark.parametrize(("name", "words"), [
+    ("number", "with 7; return a text"), ("raw_bytes", "with b'!!'; return a text"),
+    ("tokens_beyond", "with the token id 40, but the model has ids from 0 to 39; return a text")])
+def test_an_environment_that_answers_with_no_text_is_refused(name: str, words: str, tmp_path: Path
+                                                             ) -> None:
+    changes = {**ENDS["rollout"], "environment": f"{__name__}:{name}"}
     found = failed(dump(make_job(tmp_path, rollout=changes)))
-    assert found[0] == "ValueError" and "with 7; return a text" in found[1]
+    assert found[0] == "ValueError" and words in found[1]
+    assert found[1].startswith(f"The environment {__name__}:{name} answered sample p")
 
 
 class Broken(Letters):

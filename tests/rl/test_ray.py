@@ -22,6 +22,7 @@ from kilter.job import build
 from kilter.rl import launch
 from kilter.rl.config import RLJob
 from kilter.rl.distributed import cluster as cluster_module
+from kilter.rl.distributed.replica import Replica
 from kilter.rl.rewards import Sample
 from kilter.rl.tasks import TaskItem
 from tests.ranks import RankPool
@@ -144,6 +145,33 @@ def test_a_replica_of_its_own_and_its_death(cluster: str, marks: Path, ranks: Ra
     assert sum(line["rollouts"]["replaced"] for line in lines(tmp_path / "ray", "metrics.jsonl")
                ) == 1
     same_run(tmp_path / "pool", tmp_path / "ray")
+
+
+class Counting:
+    """As much of a rank as is asked how far it is."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def progress(self) -> int:
+        self.asked += 1
+        return self.asked
+
+
+def test_progress_is_heard_of_without_waiting(cluster: str, tmp_path: Path) -> None:
+    """An actor that does not answer, being stopped or dead, has said what it said last."""
+    import ray
+
+    actor = ray.remote(Counting).options(num_cpus=_CPUS).remote()
+    replica = Replica([actor], build(RLJob, table_of(tmp_path)))
+    heard = [replica.progress()]
+    end = time.monotonic() + 60.0
+    while heard[-1] != 3 and time.monotonic() < end:
+        time.sleep(0.01)
+        heard.append(replica.progress())
+    assert list(dict.fromkeys(heard)) == [None, 1, 2, 3]
+    ray.kill(actor)
+    assert {replica.progress() for _ in range(20)} <= {3, 4}
 
 
 def test_asynchronous_stop_and_resume(cluster: str, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.models.spec import ModelSpec
 from kilter.parallel.apply import Spread, apply
+from kilter.parallel.checksum import checksum
 from kilter.parallel.shards import Box, Shard
-from kilter.rl.checksum import checksum
 from kilter.rl.reshard import RolloutWeights, WeightSync, gather_holdings, reshard
 from kilter.rl.reshard_layout import (
     consecutive_groups,

@@ -18,7 +18,7 @@ from kilter.rl.gate import Disagreement
 from kilter.rl.loop import RLRun
 from kilter.rl.rewards.score import Unavailable
 from kilter.train.launch import Exit
-from tests.rl.tiny_job import job_table, make_job, told
+from tests.rl.tiny_job import MODEL, job_table, make_job, told
 
 
 def write_job(folder: Path, **changes: Any) -> Path:
@@ -59,11 +59,16 @@ def test_a_run_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(("settings", "words"), [
     (["rolout.prompts=1"], "rolout is not a setting; did you mean rollout?"),
-    (["steps=0"], "steps is 0 but must be at least 1"),
+    (["steps=-1"], "steps is -1 but must not be negative"),
+    (["steps=0"], "eval.prompts is 0; say how many are asked, or take steps"),
     (["algorithm=foo"], "algorithm is 'foo' but must be one of ppo, grpo"),
     (["rollout.tp=9"], "rollout.tp is 9"),
     (["layout.tp=9"], "tp 9 is more than"),
-    (["layout.cp=2"], "layout.cp is 2"),
+    (["layout.cp=2", "context.method=ring"], "context.method is ring, and with layout.cp above 1"),
+    (["context.method=ulysses", "context.placement=contiguous"], "context is set, but no layout"),
+    (["layout.cp=3", "context.method=ulysses", "context.placement=contiguous"],
+     "cannot spread 4 query heads over 3 ranks"),
+    (["rollout.format=chat"], 'no chat template; set rollout.format = "text"'),
     (["model.tokenizer=nowhere"], "nowhere is neither a path that exists nor"),
     (["task.python=tests.rl.tiny_job:Nothing"], "Nothing"),
     (["eval.prompts=99"], "eval.prompts is 99, but the held-out split has 64 prompts"),
@@ -85,6 +90,63 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path, capsys: pytest.Capt
     code, _, err = said(capsys, path, f"output={tmp_path / 'other'}",
                         f"reward_model.path={tmp_path / 'run' / 'model'}")
     assert code == 2 and "is a language model and has no verdict to give" in err
+
+
+def test_a_judge_reads_the_actors_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                          ) -> None:
+    """Before anything is sampled: a smaller vocabulary, or tokens that mean something else. Names
+    of special tokens do not matter."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    path = write_job(tmp_path)
+
+    def judged(name: str, vocab: int, tokens: str) -> tuple[int, str]:
+        folder = tmp_path / name
+        LlamaForSequenceClassification(LlamaConfig(
+            **MODEL | {"vocab_size": vocab}, num_labels=1, pad_token_id=0)).save_pretrained(folder)
+        if tokens:
+            (folder / "tokenizer.json").write_text(tokens)
+        code, _, err = said(capsys, path, "steps=1", f"output={folder / 'run'}",
+                            f"reward_model.path={folder}")
+        return code, err
+
+    tokens = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    code, err = judged("small", 39, "")
+    assert code == 2 and "has 39 tokens, but the actor's tokenizer 40" in err
+    other = json.loads(tokens)
+    vocab = other["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+    code, err = judged("other", 40, json.dumps(other))
+    assert code == 2 and (f"to the actor token {vocab['B']} is b'A', to it b'B'. It reads the "
+                          "actor's tokens") in err
+    assert judged("same", 40, tokens.replace("<pad>", "<fill>"))[0] == 0
+    assert judged("silent", 40, "")[0] == 0
+
+
+def test_held_out_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an ordinary run says of its start; nothing is saved, however often it is asked."""
+    more = {"algorithm": "ppo", "critic": {}, "recipe": {"kl": "reward", "kl_beta": 0.1},
+            "eval": {"prompts": 3, "samples": 2}, "export": True}
+    job, path = make_job(tmp_path, **more), write_job(tmp_path, **more)
+    for _ in range(2):
+        code, out, err = said(capsys, path, "steps=0")
+        assert (code, err) == (0, "")
+        lines = out.splitlines()
+        assert lines[0].endswith("tp 1; held-out prompts only.")
+        assert lines[1].startswith("step 0/0  held-out reward ")
+        assert lines[2] == (f"Asked 3 held-out prompts and learned nothing; the result is in "
+                            f"{tmp_path / 'run' / 'metrics.jsonl'}.")
+        assert len(lines) == 3 and told(job) == []
+        [row] = told(job, "eval")
+        assert row["memory_bytes"] > 1 << 20
+        assert not (tmp_path / "run" / "model").exists()
+        assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert said(capsys, path, "steps=1")[0] == 0
+    first, last = told(job, "eval")
+    assert (first["reward"], first["parts"], first["step"]) == (row["reward"], row["parts"], 0)
+    assert [row["step"] for row in told(job)] == [last["step"]] == [1]
+    code, _, err = said(capsys, path, "steps=0")
+    assert code == 2 and "is past the 0 steps of this job" in err
 
 
 def environment(rollout: object, tokenizer: object) -> None:

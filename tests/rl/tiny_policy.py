@@ -18,6 +18,7 @@ from kilter.models.init import init_weights
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.parallel.apply import Spread, apply
 from kilter.parallel.load import fill
+from kilter.rl.config import EXACT_CONTEXT
 from kilter.rl.experience import Experience, Rollout
 from kilter.rl.gate import Agreement, agreement
 from kilter.rl.rollout import Prompt, RolloutConfig, RolloutEngine, rollout_mesh
@@ -95,10 +96,11 @@ def trainer(settings: RolloutConfig | None = None, layout: Layout | None = None,
     made, settings, layout = made or spec(), settings or config(), layout or Layout()
     mesh = Mesh(layout) if layout.world > 1 else Mesh.single()
     with torch.device("meta"):
-        model = Decoder(made, exact=settings.exact, kv_dtype=DTYPES[settings.kv_dtype])
+        model = Decoder(made, exact=settings.exact, kv_dtype=DTYPES[settings.kv_dtype],
+                        products=settings.products)
     if settings.lora is not None:
         add_adapters(model, settings.lora)
-    spread = apply(model, mesh, weights=DTYPES[settings.precision])
+    spread = apply(model, mesh, weights=DTYPES[settings.precision], context=EXACT_CONTEXT)
     spread.fill(whole(made, seed, settings.lora))
     spread.updated()
     return spread

@@ -128,7 +128,7 @@ def test_training_forward_has_the_same_bits() -> None:
 
 def _real_text(folder: Path, length: int) -> list[list[int]]:
     """Texts of real sentences; the first has ``length`` tokens, 15 others are shorter."""
-    from kilter.serve.load import open_tokenizer
+    from kilter.weights.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(open_model(folder))
     words = ("The river that crosses the old town was low that summer, 3 metres under the bridge; "

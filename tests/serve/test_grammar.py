@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from kilter.serve.grammar import Grammar, GrammarCompiler, GrammarError, GrammarState
-from kilter.serve.load import open_tokenizer
 from kilter.serve.params import GrammarSpec
 from kilter.serve.sampler import SamplingError, SamplingParams, SamplingState
 from kilter.tokens import Tokenizer
 from kilter.weights.bridge import open_model
+from kilter.weights.tokenizer import open_tokenizer
 
 PERSON = {
     "type": "object",

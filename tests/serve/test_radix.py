@@ -22,26 +22,9 @@ from hypothesis.stateful import (
 from kilter.serve import radix
 from kilter.serve.pages import OutOfPages, Pages
 from kilter.serve.radix import RadixTree, common_prefix, token_key
+from tests.serve.remembering_pages import RememberingPages
 
 Text = tuple[int, ...]
-
-
-class RememberingPages(Pages):
-    """Every slot holds the namespace and the text up to its token: what its keys and values
-    would depend on. A page that becomes free forgets, so a stale reference reads None."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
-        self.slots: list[object] = [None] * (num_pages * page_size)
-
-    def copy_page(self, source: int, target: int, tokens: int) -> None:
-        start, end = source * self.page_size, target * self.page_size
-        self.slots[end:end + tokens] = self.slots[start:start + tokens]
-
-    def forget_free(self) -> None:
-        for page in self._free:
-            start = page * self.page_size
-            self.slots[start:start + self.page_size] = [None] * self.page_size
 
 
 @dataclass(eq=False)

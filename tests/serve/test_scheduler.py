@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.serve.pages import Pages
 from kilter.serve.radix import RadixTree
 from kilter.serve.request import Request, Status
 from kilter.serve.scheduler import Scheduler, SchedulerConfig, peak_pages
+from tests.serve.remembering_pages import RememberingPages
 
 POLICIES = ["fcfs", "prefix", "priority"]
 
@@ -61,7 +61,7 @@ class Run:
         assert sum(work.values()) <= max(limit, len(decodes) + max(limit // 4, 1))
         for request, count in work.items():
             assert 1 <= count <= request.length - request.computed
-            self.pages.write(request, count)
+            write(self.pages, request, count)
         scheduler.settle(work)
         self.computed += sum(work.values())
         for request in work:
@@ -87,23 +87,14 @@ class Run:
         raise AssertionError(f"not done after {steps} steps")
 
 
-class RememberingPages(Pages):
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
-        self.slots: list[object] = [None] * (num_pages * page_size)
-
-    def copy_page(self, source: int, target: int, tokens: int) -> None:
-        start, end = source * self.page_size, target * self.page_size
-        self.slots[end:end + tokens] = self.slots[start:start + tokens]
-
-    def write(self, request: Request, count: int) -> None:
-        """What the executor does: reads all tokens before, writes the next ones."""
-        for i in range(request.computed + count):
-            slot = request.pages[i // self.page_size] * self.page_size + i % self.page_size
-            text = (request.namespace, request.key(i + 1))
-            if i >= request.computed:
-                self.slots[slot] = text
-            assert self.slots[slot] == text, f"position {i} holds something else"
+def write(pages: RememberingPages, request: Request, count: int) -> None:
+    """What the executor does: reads all tokens before, writes the next ones."""
+    for i in range(request.computed + count):
+        slot = request.pages[i // pages.page_size] * pages.page_size + i % pages.page_size
+        text = (request.namespace, request.key(i + 1))
+        if i >= request.computed:
+            pages.slots[slot] = text
+        assert pages.slots[slot] == text, f"position {i} holds something else"
 
 
 @settings(max_examples=60, deadline=None)

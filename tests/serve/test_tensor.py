@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,14 +23,17 @@ from kilter.serve import tensor
 from kilter.serve.answer import Delta
 from kilter.serve.engine import Engine
 from kilter.serve.engine_config import EngineConfig
-from kilter.serve.load import open_tokenizer
+from kilter.serve.exactness import score_with_cache, score_without_cache
+from kilter.serve.executor import Executor
 from kilter.serve.params import GrammarSpec, SamplingParams
 from kilter.serve.scheduler import SchedulerConfig
-from kilter.serve.tensor import TensorExecutor, follow, load_part, ranks_of
-from kilter.weights.bridge import open_model
+from kilter.serve.tensor import TensorExecutor, follow_steps, load_part, ranks_of
+from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.export import State, export_hf
 from kilter.weights.load import Storage, load_decoder
+from kilter.weights.tokenizer import open_tokenizer
 from tests.ranks import RankPool
+from tests.serve.test_exactness import _real_text
 from tests.serve.tiny_tokenizer import save_byte_tokenizer
 from tests.weights import gguf_files
 
@@ -91,6 +95,8 @@ class Setting:
     page_size: int = 16
     chunk: int = 64  # tokens of a step
     kv_tokens: int = 640
+    context: int = CONTEXT
+    exact: bool = True
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -115,10 +121,10 @@ def rank(path: Path, setting: Setting, script: str, *args: Any) -> Any:
     """Rank 0 of a pool runs a function of this module on an engine; the others follow."""
     me = ranks_of(setting.degree, dist.get_rank())
     source = open_model(path)
-    model, shards = load_part(source, me, storage=setting.storage, kv_dtype=setting.kv_dtype,
-                              max_positions=CONTEXT)
+    model, shards = load_part(source, me, storage=setting.storage, exact=setting.exact,
+                              kv_dtype=setting.kv_dtype, max_positions=setting.context)
     if dist.get_rank():
-        follow(model, setting.config, me, shards)
+        follow_steps(Executor.of(model, setting.config), me, shards)
         return None
     executor = TensorExecutor(model, setting.config, me, shards)
     engine = Engine(model, open_tokenizer(source), setting.config, executor)
@@ -192,7 +198,7 @@ def crowded(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.parametrize("setting", [
-    Setting(2, chunk=1), Setting(3, chunk=7, page_size=3), Setting(2, "bf16", kv="float16"),
+    Setting(2, chunk=5), Setting(3, chunk=7, page_size=3), Setting(2, "bf16", kv="float16"),
     Setting(4, kv="bfloat16", page_size=1), Setting(3, "int8", chunk=7),
     Setting(8, "int4", page_size=64)],
     ids=lambda s: f"tp{s.degree}-{s.storage}-{s.kv}-pages{s.page_size}-chunks{s.chunk}")
@@ -214,6 +220,33 @@ def test_preempted_and_computed_again(ranks: RankPool, folders: tuple[Path, Path
     setting = Setting(2, kv_tokens=64, page_size=4)
     expected = crowded(one_rank(folders[0], setting))
     assert ranks.run(2, rank, folders[0], setting, "crowded")[0] == expected
+
+
+def scores(engine: Engine, texts: list[list[int]]) -> list[tuple[int, torch.Tensor]]:
+    """(which text, its log-probabilities): in company, and the beginnings token by token."""
+    executor, begins = engine.executor, [text[:8] for text in texts[:3]]
+    return [*enumerate(score_with_cache(executor, texts, 33)),
+            *enumerate(score_with_cache(executor, begins, 1))]
+
+
+def test_the_real_models_scores(ranks: RankPool, smollm2: Path) -> None:
+    """Through the cache of three ranks the bits of one pass of one rank without a cache."""
+    texts = _real_text(smollm2, 80)[:3]
+    whole = score_without_cache(load_decoder(open_model(smollm2), max_positions=512), texts)
+    setting = Setting(3, context=512)
+    for text, found in ranks.run(3, rank, smollm2, setting, "scores", texts)[0]:
+        assert torch.equal(found, whole[text][:len(found)])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_texts_at_a_time(ranks: RankPool, folders: tuple[Path, Path], exact: bool) -> None:
+    """More than one message holds; on the fast path as good as equal."""
+    texts = [PROMPT[i:] + PROMPT[:i] for i in range(25)]
+    whole = score_without_cache(load_decoder(open_model(folders[0])), texts)
+    setting = Setting(2, kv_tokens=2048, exact=exact)
+    for text, found in ranks.run(2, rank, folders[0], setting, "scores", texts)[0]:
+        difference = (found - whole[text][:len(found)]).abs().max()
+        assert difference == 0 if exact else difference < 1e-4
 
 
 def few_tokens(engine: Engine, text: str) -> list[Any]:
@@ -253,6 +286,29 @@ def test_columns_of_a_quantised_matrix_are_its_numbers(ranks: RankPool,
         linear = whole.get_submodule(name)
         assert torch.equal(values, linear.weight.dequantize()[place])
         assert kind == ("fp32" if name.endswith("down") else storage)
+
+
+def bytes_read(path: Path, degree: int) -> tuple[int, int]:
+    """What a rank reads of a checkpoint, and what it has of the model."""
+    source, read = open_model(path), []
+    plain = type(source).read
+
+    def counted(source: ModelSource, *args: Any) -> torch.Tensor:
+        weight = plain(source, *args)
+        read.append(weight.nbytes)
+        return weight
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(source), "read", counted)
+        _, shards = load_part(source, ranks_of(degree, dist.get_rank()))
+    return sum(read), 4 * sum(math.prod(shard.local_shape) for shard in shards.values())
+
+
+def test_a_rank_reads_its_own_bytes(ranks: RankPool, folders: tuple[Path, Path]) -> None:
+    source = open_model(folders[0])
+    whole = sum(source.info(name).nbytes for name in source.names())
+    for read, held in ranks.run(4, bytes_read, folders[0], 4):
+        assert read == held < whole / 3
 
 
 def interrupted(engine: Engine) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.serve.grammar import GrammarCompiler, GrammarError
-from kilter.serve.load import open_tokenizer
+from kilter.serve.tool_grammar import tool_call_grammar
 from kilter.serve.tool_parsers import (
     CallArguments,
     CallEnd,
@@ -22,10 +22,10 @@ from kilter.serve.tool_parsers import (
     ToolFormat,
     ToolParser,
     parse_tool_calls,
-    tool_call_grammar,
     tool_format,
 )
 from kilter.weights.bridge import open_model
+from kilter.weights.tokenizer import open_tokenizer
 from tests.serve.test_grammar import generate, sentencepiece_tokenizer, text_of
 
 WEATHER = '{"city": "São Paulo", "days": [1, {"a": "}"}], "say": "\\"</tool_call>; {"}'

@@ -82,11 +82,12 @@ def test_endless_lone_bytes_are_given_out_at_a_flat_cost() -> None:
     """A token looks at nothing but itself: the decoder asks for its bytes once, ever."""
     for lone in (0x80, 0xE2):
         source = Bytes()
-        stream = Detokenizer(source, stops=["\ufffd!"])
-        pieces = [stream.push(lone) for _ in range(2000)]
+        stream, checker = Detokenizer(source), StopChecker(["\ufffd!"])
+        pieces = [checker.push(stream.push(lone)) for _ in range(2000)]
         assert source.asked == 2000
         assert max(map(len, pieces)) <= 1 and pieces[10:20] == ["\ufffd"] * 10
-        assert "".join(pieces) + stream.finish() == "\ufffd" * 2000
+        assert "".join(pieces) + checker.push(stream.finish()) + checker.finish() == (
+            "\ufffd" * 2000)
 
 
 def test_a_cut_character_is_flushed_once() -> None:
@@ -170,10 +171,11 @@ def test_stop_strings_across_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(text)
     for start, end in itertools.combinations(range(len(text) + 1), 2):
         stop = text[start:end]
-        stream = Detokenizer(tokenizer, stops=[stop])
-        pieces = [stream.push(i) for i in ids] + [stream.finish()]
+        stream, checker = Detokenizer(tokenizer), StopChecker([stop])
+        pieces = [*(checker.push(stream.push(i)) for i in ids), checker.push(stream.finish()),
+                  checker.finish()]
         assert "".join(pieces) == text[: text.index(stop)]
-        assert stream.stopped_by == stop
+        assert checker.matched == stop
 
 
 def test_text_flows_at_once_where_no_stop_can_begin() -> None:

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
 from kilter.job import build, dump
 from kilter.train import elastic, launch, loop
@@ -96,6 +96,62 @@ def test_sigterm_to_the_launcher(folder: Path, ranks: RankPool) -> None:
     assert sorted(losses(shorter)) == list(range(1, last + 3))
 
 
+def test_a_killed_launcher_leaves_nobody_behind(folder: Path) -> None:
+    """Ranks that nobody watches any more write a checkpoint and leave."""
+    changes = {**TWO, "checkpoint": {"every": 0}, "steps": 100_000}
+    job = make_job(folder, **changes)
+    with command(write_job(folder, **changes)) as process:
+        wait_for_step(job, 2, process)
+        orphans = [pid_of_rank(process.pid, rank) for rank in (0, 1)]
+        process.kill()
+        try:
+            end = time.monotonic() + 60
+            while any(map(is_running, orphans)) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not any(map(is_running, orphans))
+        finally:
+            for pid in filter(is_running, orphans):
+                os.kill(pid, signal.SIGKILL)
+    assert loop.last_checkpoint(job) == (
+        folder / "run" / "checkpoints" / f"step-{max(losses(job)):08d}")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    """`nohup kilter train` outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in elastic._heard() and signal.SIGTERM in elastic._heard()
+        with loop.stop_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_set()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in elastic._heard()
+        with loop.stop_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.wait(5)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reader_that_goes_away_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch
+                                               ) -> None:
+    """With a checkpoint: `kilter train job.toml | head` loses nothing."""
+    read, write = os.pipe()
+    os.close(read)
+    with monkeypatch.context() as patch, suppress(BrokenPipeError), open(write, "w") as stdout:
+        patch.setattr(sys, "stdout", stdout)
+        found = launch.run(make_job(folder, steps=50))
+    assert found == Exit(0, "Stopped after step 0 of 50; the same command goes on from there.")
+    assert loop.last_checkpoint(make_job(folder, steps=50)) is not None
+
+
 def test_one_rank_needs_no_processes(folder: Path) -> None:
     found = launch.run(make_job(folder, steps=1))
     assert found.code == 0 and found.text.startswith("Finished 1 steps over")
@@ -106,7 +162,8 @@ def test_what_is_not_finite_is_a_plain_no(folder: Path, monkeypatch: pytest.Monk
         raise NotFinite("The loss is nan.")
 
     monkeypatch.setattr(loop, "train_step", step)
-    assert launch.run(make_job(folder)) == Exit(1, "The loss is nan.")
+    found = launch.run(make_job(folder))
+    assert found.code == 1 and found.text.startswith("Step 1 failed. The loss is nan. A lower opt")
 
 
 def test_a_rank_leaves_at_once_where_the_run_is_over(folder: Path) -> None:
@@ -129,19 +186,43 @@ def test_a_mistake_that_a_rank_finds_ends_the_run(folder: Path) -> None:
     assert ending["code"] == 2 and "there are 1: with the other degrees" in ending["text"]
 
 
-def test_the_cause_is_told_and_not_who_noticed() -> None:
-    def failure(rank: int, code: int, text: str) -> ProcessFailure:
-        made = ProcessFailure(rank, 1, code, "")
-        made.message = text
-        return made
+def test_the_cause_is_told_and_not_who_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                              ) -> None:
+    def failure(rank: int, code: int, error: Exception | None = None) -> ProcessFailure:
+        """As the agent finds it."""
+        file = tmp_path / f"{rank}.json"
+        if error is not None:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+            get_error_handler().record_exception(error)
+        return ProcessFailure(rank, 1, code, str(file))
 
-    noticed = failure(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:1")
-    killed = failure(1, -9, "Signal 9 (SIGKILL) received by PID 1")
-    wrong = failure(2, 1, "KeyError: 'x'\n at …")
-    assert elastic._told({0: noticed, 1: killed}, 3) == (
-        "The run stopped: rank 1 failed (Signal 9 (SIGKILL) received by PID 1), and 3 restarts did "
-        "not help. The same command goes on from the last checkpoint.")
-    assert "rank 2 failed (KeyError: 'x')," in elastic._told({0: noticed, 2: wrong}, 3)
+    lost = failure(0, 1, RuntimeError("[x] Connection closed by peer [127.0.0.1]:1"))
+    killed, ended, silent = failure(1, -9), failure(3, -15), failure(4, 7)
+    wrong = failure(2, 1, KeyError("x"))
+    assert elastic._told({0: lost, 1: killed}, 3) == (
+        "The run stopped: rank 1 was ended by SIGKILL (as happens where memory runs out). It had "
+        "been started again as often as launch.max_restarts says, 3 times. The same command goes "
+        "on from the last checkpoint, if there is one.")
+    assert "rank 2 failed: KeyError: 'x'. It was not" in elastic._told({0: lost, 2: wrong}, 0)
+    assert "rank 1 was ended by SIGKILL" in elastic._told({3: ended, 1: killed}, 1)
+    assert "rank 0 failed: RuntimeError: [x] Conn" in elastic._told({0: lost, 3: ended}, 1)
+    assert "rank 4 failed: exit code 7. It had" in elastic._told({3: ended, 4: silent}, 1)
+
+
+def test_a_mistake_of_ours_in_a_rank_is_told(folder: Path) -> None:
+    """As a sentence, when starting again did not help."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nif 'kilter.train.launch' in sys.orig_argv:\n"
+        "    from kilter.train import loop\n"
+        "    loop.train = lambda *_: {}['gone']\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "kilter", "train", str(write_job(folder, **TWO)),
+         "launch.max_restarts=0"], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])})
+    assert done.returncode == 1
+    assert done.stderr.startswith("kilter: error: The run stopped: rank ")
+    assert "failed: KeyError: 'gone'. It was not started again" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_job_goes_to_the_ranks_as_it_is(folder: Path) -> None:

@@ -56,7 +56,9 @@ def random_adapters(spread: Spread, seed: int = 3) -> dict[str, Tensor]:
 LAYOUTS = {
     "ddp2": Layout(dp=2), "zero1-2": Layout(dp=2, zero=1), "zero2-2": Layout(dp=2, zero=2),
     "zero3-2": Layout(dp=2, zero=3), "tp2": Layout(tp=2, sequence_parallel=False),
-    "tp2+sp": Layout(tp=2), "tp4": Layout(tp=4, sequence_parallel=False),
+    "tp2+sp": Layout(tp=2), "tp2+sp overlap": Layout(tp=2, overlap_tp=True),
+    "tp4+sp overlap": Layout(tp=4, overlap_tp=True),
+    "tp4": Layout(tp=4, sequence_parallel=False),
     "tp2+sp zero3-2": Layout(tp=2, dp=2, zero=3),
 }
 PARITY = [("ddp2", LORA, "tied"), ("zero1-2", DORA, "tied"), ("zero2-2", PARTIAL, "everything"),
@@ -64,7 +66,8 @@ PARITY = [("ddp2", LORA, "tied"), ("zero1-2", DORA, "tied"), ("zero2-2", PARTIAL
           ("tp2", DORA, "tied"), ("tp2+sp", LORA, "tied"), ("tp2+sp", DORA, "tied"),
           ("tp4", DORA, "everything"),  # four ranks share the one KV head
           ("tp2+sp zero3-2", LORA, "tied"), ("tp2+sp zero3-2", DORA, "tied"),
-          ("tp2+sp", PARTIAL, "everything")]
+          ("tp2+sp", PARTIAL, "everything"), ("tp2+sp overlap", LORA, "tied"),
+          ("tp2+sp overlap", PARTIAL, "everything"), ("tp4+sp overlap", DORA, "everything")]
 
 
 def train_adapters(case: Case, config: LoraConfig) -> Outcome:
@@ -104,7 +107,8 @@ def test_adapters_train_alike_in_every_layout(ranks: RankPool, layout: str, conf
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recompute_changes_nothing(mode: Any) -> None:
-    recompute = Recompute(mode, parts=("attention", "mlp"))
+    parts = ("attention", "mlp") if mode == "selective" else Recompute.parts
+    recompute = Recompute(mode, parts=parts)
     again = train_adapters(Case("recompute", Layout(), recompute=recompute), DORA)
     one = alone(DORA, "tied")
     assert again.losses == one.losses and again.norms == one.norms
@@ -265,7 +269,7 @@ def test_an_initialised_decoder_takes_adapters_too() -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"rank": 0}, "rank is 0"), ({"alpha": 0.0}, "alpha is 0.0"),
     ({"targets": ()}, "must be some of qkv, out"), ({"targets": ("query",)}, "query"),
-    ({"dropout": 0.1}, "without dropout")])
+    ({"path": "a", "seed": 3}, "seed is 3, but with path nothing is drawn")])
 def test_a_wrong_config_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoraConfig(**settings)

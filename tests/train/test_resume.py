@@ -4,6 +4,7 @@ rounding on others, with the same samples in the same steps."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +13,17 @@ import pytest
 import torch
 
 from kilter.job import build, dump
-from kilter.train.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from kilter.train.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    checkpoints,
+    read_facts,
+)
 from kilter.train.config import TrainJob
 from kilter.train.data import DataLoader, SampleId
 from kilter.train.metrics import Monitor
+from kilter.train.pieces import PiecesError, save_pieces
 from tests.ranks import RankPool
 from tests.train.tiny_run import (
     folder,
@@ -146,29 +154,46 @@ def test_resume_over_three_layouts(folder: Path, ranks: RankPool) -> None:
 def save_again(job: dict[str, Any], place: str) -> None:
     """What a rank has after it was restored, written by the layout it has now."""
     with new_run(build(TrainJob, job)) as run:
+        facts = read_facts(checkpoints(run.output / "checkpoints")[-1])
         checkpointer = Checkpointer(Path(place) / "checkpoints", CheckpointConfig(),
                                     run.mesh.axis("world"))
-        checkpointer.save(run.step, run.pieces(), {})
+        checkpointer.save(run.step, run.pieces(), facts)
         checkpointer.close()
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 4}, {"dp": 3, "zero": 3}, {"pp": 2, "tp": 2}],
-                         ids=["one", "tp4", "fsdp3", "pp2tp2"])
-def test_every_tensor_survives_resharding(layout: dict[str, Any], folder: Path, ranks: RankPool
-                                          ) -> None:
-    """Case 10: TP2×FSDP2 → others and back to whole tensors: same bytes, moments included."""
-    job = make_job(folder, layout={"dp": 2, "tp": 2, "zero": 3}, steps=3, micro_batches=12)
+ZBV = {"schedule": "zb-v"}
+GRID: dict[str, list[tuple[dict[str, Any], dict[str, Any] | None]]] = {
+    "all": [({}, None), ({"tp": 4}, None), ({"dp": 3, "zero": 3}, None),
+            ({"pp": 2, "tp": 2}, None), ({"pp": 2, "dp": 2, "zero": 1}, ZBV),
+            ({"dp": 4, "zero": 2, "replicate": 2}, None), ({"cp": 2, "dp": 2, "zero": 3}, None),
+            ({"tp": 2, "sequence_parallel": False}, None)],
+    "adapters": [({"tp": 4}, None), ({"dp": 2, "zero": 3}, None), ({"pp": 2}, ZBV), ({}, None)]}
+
+
+@pytest.mark.parametrize("trained", GRID)
+def test_every_tensor_survives_resharding(trained: str, folder: Path, ranks: RankPool) -> None:
+    """Cases 10 and 12: TP2×FSDP2, then read and written by one layout after another: the same
+    bytes all the way, moments included."""
+    config = job_table(folder)["model"]["config"] | {"num_hidden_layers": 4}
+    lora = {"rank": 2, "dora": True} if trained == "adapters" else None
+
+    def made(place: str, layout: dict[str, Any], pipeline: dict[str, Any] | None) -> TrainJob:
+        return make_job(folder, layout=layout, pipeline=pipeline or {}, output=str(folder / place),
+                        steps=3, micro_batches=12, model={"config": config},
+                        **({} if lora is None else {"lora": lora}))
+
+    job = made("0", {"dp": 2, "tp": 2, "zero": 3}, None)
     run(ranks, job)
     saved = tensors(job, 3)
     assert any(name.endswith("exp_avg_sq") for name in saved)
     assert all(saved[name].item() == 3.0 for name in saved if name.endswith(".step"))
-    again = make_job(folder, layout=layout, steps=3, micro_batches=12)
-    assert not torch.equal(saved["model.layers.0.attn.qkv.weight"],
-                           saved["model.layers.1.attn.qkv.weight"])
-    everyone(ranks, save_again, again, str(folder / "again"))
-    read = tensors(make_job(folder, output=str(folder / "again")), 3)
-    assert read.keys() == saved.keys()
-    assert all(torch.equal(read[name], saved[name]) for name in saved)
+    layer = "model.layers.{}.attn.qkv." + ("weight" if lora is None else "adapter.q_proj.lora_a")
+    assert len({saved[layer.format(i)].sum().item() for i in range(4)}) == 4
+    for turn, (layout, pipeline) in enumerate(GRID[trained]):
+        everyone(ranks, save_again, made(str(turn), layout, pipeline), str(folder / str(turn + 1)))
+        read = tensors(made(str(turn + 1), {}, None), 3)
+        assert read.keys() == saved.keys()
+        assert all(torch.equal(read[name], saved[name]) for name in saved), layout
 
 
 def test_resumed_twice(folder: Path, ranks: RankPool) -> None:
@@ -226,3 +251,55 @@ def test_halves_of_checkpoints_are_not_resumed_from(folder: Path, ranks: RankPoo
     with new_run(job) as resumed:
         assert resumed.step == 2
     assert [path.name for path in place.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
+def test_a_checkpoint_that_is_not_written_stops_the_run(asynchronous: bool, folder: Path) -> None:
+    """Not at the next checkpoint only; and the same command goes on, with the same result."""
+    whole = make_job(folder, output=str(folder / "whole"))
+    run_rank(dump(whole))
+    cut = make_job(folder, output=str(folder / "cut"), checkpoint={
+        "every": 4, "keep": 1, "asynchronous": asynchronous})
+    seen: list[Checkpointer] = []
+    save, write, tell = Checkpointer.save, save_pieces, Monitor.tell
+
+    def noted(self: Checkpointer, *args: Any) -> None:
+        seen.append(self)
+        save(self, *args)
+
+    def full(pieces: Any, place: Path, group: Any) -> None:
+        if "00000008" in place.name:
+            raise PiecesError("rank 0: No space left on device")
+        write(pieces, place, group)
+
+    def told(self: Monitor, number: int, *args: Any, **kwargs: Any) -> None:
+        tell(self, number, *args, **kwargs)
+        while number == 9 and not seen[-1].failed:  # the writer is behind, but not that far
+            time.sleep(0.01)
+
+    with (mock.patch.object(Checkpointer, "save", noted), mock.patch.object(Monitor, "tell", told),
+          mock.patch("kilter.train.checkpoint.save_pieces", full),
+          pytest.raises(CheckpointError, match=r"step 8 .*No space.*goes on from step-00000004")):
+        run_rank(dump(cut))
+    assert max(losses(cut)) == (9 if asynchronous else 8)
+    run_rank(dump(cut))
+    left, right = tensors(whole, 10), tensors(cut, 10)
+    assert losses(cut) == losses(whole)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("change", ["rms_norm_eps", "rope_theta"])
+def test_another_architecture_in_the_same_files_is_refused(change: str, folder: Path) -> None:
+    """All weights would fit, and the function would be another one."""
+    first = make_job(folder, steps=1, export=True)
+    run_rank(dump(first))
+    table = job_table(folder, steps=1, output=str(folder / "second"))
+    table["model"] = {"path": str(folder / "run" / "model")}
+    run_rank(table)
+    file = folder / "run" / "model" / "config.json"
+    config = json.loads(file.read_text())
+    (at,) = [place for place in (config, config.get("rope_parameters", {})) if change in place]
+    at[change] = 0.01
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is now: (norm_eps|layers) differs\. Put the model"):
+        run_rank(table | {"steps": 2})

@@ -1,4 +1,4 @@
-"""Learning-rate factors against closed forms."""
+"""Learning-rate factors against transformers' schedules and closed forms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +34,56 @@ def test_shapes_after_the_warmup() -> None:
     assert [wsd.factor(step, 100) for step in (0, 79, 80)] == [1.0, 1.0, 1.0]
     assert wsd.factor(90, 100) == pytest.approx(0.5)
     assert ScheduleConfig("wsd").factor(95, 100) == pytest.approx(0.5)  # a tenth of all
+
+
+@pytest.mark.parametrize("warmup", [0, 7, 30])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_are_those_of_transformers(name: str, warmup: int, floor: float) -> None:
+    """From the warm-up's end to the last step. Theirs rises from a first step of 0, ours takes that
+    step already."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    steps, decay = 50, 20
+    theirs = {
+        "constant": lambda: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+        "cosine": lambda: transformers.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, steps, min_lr_rate=floor),
+        "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps),
+        "wsd": lambda: transformers.get_wsd_schedule(
+            optimizer, warmup, decay, num_training_steps=steps, min_lr_ratio=floor,
+            decay_type="linear")}[name]().lr_lambdas[0]
+    schedule = ScheduleConfig(name, warmup, decay if name == "wsd" else None,  # type: ignore[arg-type]
+                              floor)
+    for step in range(steps):
+        expected = theirs(step) if step >= warmup else (step + 1) / warmup
+        if name == "linear" and step >= warmup:  # theirs has no floor
+            expected = floor + (1.0 - floor) * expected
+        assert schedule.factor(step, steps) == pytest.approx(expected, abs=1e-12), step
+    if warmup and floor == 0.0:
+        assert [schedule.factor(step, steps) for step in range(warmup)] == pytest.approx(
+            [theirs(step + 1) for step in range(warmup)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_step_and_the_end(name: str) -> None:
+    """The last step is one short of the floor, so it is not in vain where that is 0."""
+    last = {"constant": 1.0, "cosine": 0.5 * (1 - math.cos(math.pi / 40)), "linear": 1 / 40,
+            "wsd": 1 / 5}[name]
+    schedule = ScheduleConfig(name, warmup_steps=10)  # type: ignore[arg-type]
+    assert schedule.factor(49, 50) == pytest.approx(last)
+    assert ScheduleConfig(name, 10, None, 0.25).factor(50, 50) == (  # type: ignore[arg-type]
+        1.0 if name == "constant" else 0.25)
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 50))
+def test_no_step_falls_further_than_the_decays_slope(warmup: int, decay: int, steps: int) -> None:
+    """Nothing jumps where a warm-up and the decay leave no time for each other."""
+    schedule = ScheduleConfig("wsd", warmup, decay)
+    factors = [schedule.factor(step, steps) for step in range(steps)]
+    slope = 1.0 / max(1, min(decay, steps - warmup))
+    assert all(a - b <= slope + 1e-12 for a, b in pairwise(factors))
+    if warmup >= steps:
+        assert factors == [(step + 1) / warmup for step in range(steps)]
 
 
 @given(st.sampled_from(NAMES), st.integers(0, 50), st.integers(1, 60), st.floats(0, 1))

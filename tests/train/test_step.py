@@ -3,12 +3,14 @@ nothing happens before everything is known to be finite."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kilter.mesh import Layout, Mesh
 from kilter.models.batch import Batch
@@ -17,7 +19,15 @@ from kilter.models.init import init_weights
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.parallel.apply import Spread, apply
 from kilter.train.optimizer import Optimizer, OptimizerConfig
-from kilter.train.step import NotFinite, StepResult, evaluate, train_step
+from kilter.train.step import (
+    Loss,
+    MicroBatch,
+    NotFinite,
+    StepResult,
+    evaluate,
+    token_losses,
+    train_step,
+)
 from tests.ranks import RankPool
 
 SPEC = ModelSpec("LlamaForCausalLM", 61, 16, 32, 4, 2, 4, (LayerSpec(RopeSpec()),) * 2, 64,
@@ -70,11 +80,12 @@ class Watched(Optimizer):
         super().step(factor)
 
 
-def step(layout: Layout, keeps: tuple[int, ...]) -> tuple[StepResult, dict[str, Any]]:
+def step(layout: Layout, keeps: tuple[int, ...], max_norm: float | None = None
+         ) -> tuple[StepResult, dict[str, Any]]:
     spread = spread_of(layout)
     optimizer = Watched(spread.held, OptimizerConfig(), spread.mesh.axis("dp_cp_tp"))
     dp = spread.mesh.axis("dp")
-    result = train_step(spread, optimizer, rows(keeps)[dp.index::dp.size], max_norm=None)
+    result = train_step(spread, optimizer, rows(keeps)[dp.index::dp.size], max_norm=max_norm)
     return result, optimizer.seen
 
 
@@ -106,7 +117,7 @@ def test_every_target_weighs_the_same(layout: Layout, ranks: RankPool) -> None:
         assert result == outcomes[0][0]
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert (result.valid, result.tokens) == (sum(keeps), 48)
+        assert (result.valid, result.tokens) == (sum(keeps), 36)  # without the one that has none
     for name, whole in grads.items():
         seen = torch.zeros_like(whole)
         for _, parts in outcomes:
@@ -127,42 +138,93 @@ def test_held_out_loss_divides_sums_once() -> None:
     assert loss != pytest.approx((each[0][0] + each[1][0]) / 2)
 
 
-def test_clipping_scales_to_the_norm() -> None:
-    def change(max_norm: float | None) -> tuple[StepResult, float]:
-        spread = spread_of(Layout())
-        optimizer = Watched(spread.held, OptimizerConfig(), spread.mesh.axis("dp_cp_tp"))
-        result = train_step(spread, optimizer, rows((9,)), max_norm=max_norm)
-        parts = [part for parts in optimizer.seen.values() for _, part in parts]
-        return result, float(torch.stack([p.norm() for p in parts]).norm())
+@pytest.mark.parametrize("share", [0.01, 0.9, 1.1])
+def test_clipping_is_torchs(share: float) -> None:
+    """A norm above and below what is allowed, on one device."""
+    _, grads = reference((9, 3))
+    parameters = [nn.Parameter(g.clone()) for g in grads.values()]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+    norm = float(nn.utils.clip_grad_norm_(parameters, math.inf))
+    max_norm = norm * share
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+    result, seen = step(Layout(), (9, 3), max_norm)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-6)  # before clipping
+    for (name, whole), clipped in zip(grads.items(), parameters, strict=True):
+        [(_, part)] = seen[name]
+        torch.testing.assert_close(part, clipped.grad, rtol=1e-4, atol=1e-6)
+        assert torch.equal(part == 0, whole == 0), name
 
-    free, whole = change(None)
-    clipped, cut = change(free.grad_norm / 4)
-    assert whole == pytest.approx(free.grad_norm, rel=1e-5)
-    assert clipped.grad_norm == free.grad_norm and cut == pytest.approx(whole / 4, rel=1e-4)
 
-
-def nan_on(layout: Layout, rank: int) -> tuple[str, bool]:
-    """Makes one rank's activations NaN through its data's own weights; whether all is as it was."""
+def not_finite(layout: Layout, rank: int, what: str, config: OptimizerConfig) -> tuple[str, bool]:
+    """Makes what one rank makes NaN, of the loss or of the first layer's gradient; the error, and
+    whether all is as it was."""
     spread = spread_of(layout)
-    optimizer = Optimizer(spread.held, OptimizerConfig(), spread.mesh.axis("dp_cp_tp"))
+    optimizer = Optimizer(spread.held, config, spread.mesh.axis("dp_cp_tp"))
     dp = spread.mesh.axis("dp")
     before = [h.tensor.detach().clone() for h in spread.held]
-    if spread.mesh.rank == rank:
-        spread.parts[0].stage.register_forward_hook(lambda *given: given[2] * torch.nan)
+    if spread.mesh.rank == rank and what == "loss":
+        spread.parts[-1].stage.register_forward_hook(lambda *given: given[2] * torch.nan)
+    if spread.mesh.rank == rank and what == "gradient":
+        layer = spread.parts[0].stage.decoder.layers.get_submodule("0")
+        layer.register_forward_hook(
+            lambda *given: given[2].register_hook(lambda grad: grad * torch.inf) and None)
     with pytest.raises(NotFinite) as error:
         train_step(spread, optimizer, rows((4, 4, 4, 4))[dp.index::dp.size])
     same = all(torch.equal(h.tensor, old) for h, old in zip(spread.held, before, strict=True))
     clean = all(h.tensor.grad is None for h in spread.held)
-    return str(error.value), same and clean and not optimizer._adamw.state  # type: ignore[union-attr]
+    states = any(state.any() for states in optimizer.states().values() for state in states.values())
+    return str(error.value), same and clean and not states
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=4, zero=2), Layout(dp=4, zero=3)],
-                         ids=str)
+EVERY_WAY = [Layout(dp=4), Layout(dp=4, zero=1), Layout(dp=4, replicate=2, zero=2),
+             Layout(dp=4, zero=3), Layout(dp=2, tp=2), Layout(dp=2, cp=2), Layout(dp=2, pp=2)]
+
+
+@pytest.mark.parametrize("layout", EVERY_WAY, ids=str)
 def test_nan_stops_all_ranks_and_names_the_one(layout: Layout, ranks: RankPool) -> None:
-    outcomes = ranks.run(4, nan_on, layout, 3)
+    outcomes = ranks.run(4, not_finite, layout, 3, "loss", OptimizerConfig())
     assert all(same for _, same in outcomes)
     assert len({text for text, _ in outcomes}) == 1
     assert "rank 3: the loss" in outcomes[0][0] and "rank 0: the loss" not in outcomes[0][0]
+
+
+@pytest.mark.parametrize(("layout", "config"), [
+    *((layout, OptimizerConfig()) for layout in EVERY_WAY),
+    (Layout(dp=4, zero=3), OptimizerConfig("muon", offload=True))], ids=str)
+def test_a_gradient_that_is_not_finite_is_named(layout: Layout, config: OptimizerConfig,
+                                                ranks: RankPool) -> None:
+    """The loss is finite; what the first layer gives back on one rank is not. First named is where
+    backward came first."""
+    outcomes = ranks.run(4, not_finite, layout, 1, "gradient", config)
+    assert all(same for _, same in outcomes)
+    (text,) = {text for text, _ in outcomes}
+    assert "The loss is n" not in text and "the loss and" not in text
+    assert "the gradients of layers.0.mlp.down.weight" in text
+    assert "layers.1" not in text
+
+
+def test_a_loss_that_one_rank_alone_sees_stops_all(ranks: RankPool) -> None:
+    """Tensor-parallel ranks have the same loss and do not exchange it. Should one have another, its
+    peers would step while it waits for them."""
+    outcomes = ranks.run(2, stopped, 1)
+    assert outcomes == ["rank 1: the loss"] * 2
+
+
+def stopped(rank: int) -> str:
+    """What is not finite, of a step in which only the value of one rank's loss is not."""
+    spread = spread_of(Layout(tp=2))
+    optimizer = Optimizer(spread.held, OptimizerConfig(), spread.mesh.axis("dp_cp_tp"))
+
+    def losses(spread: Spread, micro_batches: Sequence[MicroBatch],
+               rows: Sequence[tuple[Batch, Tensor]]) -> Loss:
+        plain = token_losses(spread, micro_batches, rows)
+        mine = spread.mesh.rank == rank
+        return lambda forward, k, count: plain(forward, k, count) + (torch.inf if mine else 0.0)
+
+    with pytest.raises(NotFinite) as error:
+        train_step(spread, optimizer, rows((4, 4)), losses=losses)
+    return str(error.value).partition("Not finite: ")[2].rstrip(".")
 
 
 def test_a_step_without_targets_is_an_error() -> None:

@@ -152,6 +152,28 @@ def test_the_command_reads_headers_only(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"{facts['parameters']['total']:,}" in page and "0-2     all     theta 10,000" in page
 
 
+def test_a_reward_model_has_a_value_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                         ) -> None:
+    """Tied or not, its embedding is multiplied with nothing."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    oracle = LlamaForSequenceClassification(LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_labels=1, pad_token_id=0,
+        tie_word_embeddings=True, attn_implementation="eager"))
+    oracle.save_pretrained(tmp_path)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        oracle(torch.ones(1, 5, dtype=torch.int64))
+    assert main(["inspect", str(tmp_path), "--json", "--context", "5"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"] == "LlamaForSequenceClassification"
+    assert facts["parameters"]["total"] == sum(p.numel() for p in oracle.parameters())
+    assert facts["parameters"]["head"] == 32
+    assert facts["flops_per_token"]["total"] * 5 == counter.get_total_flops()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "context 2048, a value head, which scores texts" in capsys.readouterr().out
+
+
 def test_errors_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                                         ) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")

@@ -29,9 +29,10 @@ def test_a_run_on_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0].startswith("26.9 k parameters on 1 rank (") and "2 steps of 4 packs" in lines[0]
-    assert lines[1].startswith("step 2/2  loss ") and "tokens/s" in lines[1]
-    assert lines[2].startswith("step 2/2  held-out loss ")
-    assert lines[3].startswith("Finished 2 steps over ") and lines[3].endswith("run/model.")
+    assert lines[1].startswith("Data: ")
+    assert lines[2].startswith("step 2/2  loss ") and "tokens/s" in lines[2]
+    assert lines[3].startswith("step 2/2  held-out loss ")
+    assert lines[4].startswith("Finished 2 steps over ") and lines[4].endswith("run/model.")
     assert (folder / "run" / "model" / "model.safetensors").is_file()
     code, out, _ = said(capsys, folder / "job.toml", "steps=3", "export=false")
     assert code == 0 and "Going on from the checkpoint of step 2." in out
@@ -54,8 +55,20 @@ def test_a_run_on_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     (["data.sources.0.paths=[\"none.txt\"]"], "none.txt"),
     (["kind=sft"], "no data source has chat = true"),
     (["data.eval_fraction=0", "eval.every=5"], "the data has nothing held out"),
+    (["max_norm=nan"], "max_norm is nan but must be a finite number."),
     (["log.every=0"], "log: every is 0"),
     (["launch.threads=0"], "launch: threads is 0"),
+    (["launch.timeout=1e300"], "launch: timeout is 1e+300 but must be from 1 to 31536000 seconds"),
+    (["launch.grace=-1"], "launch: grace is -1"),
+    (["layout.dp=1000000", "micro_batches=1000000"], "The layout has 1000000 ranks, but this mach"),
+    (["output=/dev/null/run"], "output is /dev/null/run, but /dev/null is no folder; name another"),
+    (["log.profile=[11,12]"], "log.profile is [11, 12], but the run has 10 steps"),
+    (["model.config.rms_norm_epsilon=1"], "rms_norm_epsilon. Leave them out."),
+    (["data.eval_fraction=0", "eval.batches=5"], "eval is set, but the data has nothing held out"),
+    (["data.chat.turns=last"], "data.chat is set, but no data source has conversations"),
+    (["recompute.every=2"], "every is set, but mode is none; leave it out, or set mode to full"),
+    (["recompute.mode=full", "recompute.parts=[\"mlp\"]"], "parts is set, but mode is full"),
+    (["optimizer.muon_lr=1"], "muon_lr set, but name is adamw; leave it out, or set name to muon"),
     (["schedule.name=cos"], "schedule.name is 'cos' but must be one of constant, cosine"),
     (["recompute.mode=half"], "recompute.mode is 'half'"),
     (["precision=fp8"], "precision is 'fp8' but must be one of fp32, bf16"),
@@ -72,6 +85,12 @@ def test_mistakes_are_one_sentence(settings: list[str], words: str, folder: Path
     assert (code, out) == (2, "")
     assert words in err and err.startswith("kilter: error: ") and err.count("\n") == 1
     assert not (folder / "run").exists()
+
+
+def test_memory_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, write_job(folder), "model.config.hidden_size=100000000")
+    assert code == 1 and err.startswith("kilter: error: There is not enough memory for this: ")
+    assert "you tried to allocate" in err and err.count("\n") == 1
 
 
 def test_another_run_in_the_folder_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch,

@@ -13,13 +13,18 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kilter.home import home
+
 SOURCES = Path(__file__).parent / "csrc"
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"]
 ISA_FLAGS = {
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+    "avx512bf16": [*_AVX512, "-mavx512bf16"],
+    "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "generic": [],
 }
@@ -27,11 +32,6 @@ ISA_FLAGS = {
 
 class KernelBuildError(RuntimeError):
     """The CPU kernels cannot be built on this machine; the message says why and what to do."""
-
-
-def cache_dir() -> Path:
-    """Where Kilter keeps what it makes: ``$KILTER_HOME``, else ``~/.cache/kilter``."""
-    return Path(os.environ.get("KILTER_HOME") or Path.home() / ".cache" / "kilter")
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def detect_isa() -> str:
     if {"avx2", "fma", "f16c"} <= flags:
         best = "avx2"
         if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
-            best = "avx512"
+            best = "avx512bf16" if "avx512_bf16" in flags else "avx512"
     asked = os.environ.get("KILTER_CPU_ISA")
     if not asked:
         return best
@@ -99,7 +99,7 @@ def build(isa: str | None = None) -> Path:
         digest.update(path.name.encode() + path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest.update("\0".join([version, isa, *flags]).encode())
-    folder = cache_dir() / "kernels"
+    folder = home() / "kernels"
     target = folder / f"kilter-{isa}-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
@@ -112,6 +112,9 @@ def build(isa: str | None = None) -> Path:
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():  # another process may have built it while we waited
+            if sys.stderr.isatty():
+                print("Compiling the CPU kernels, once for this machine; this takes a minute.",
+                      file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=folder) as tmp:
                 _compile(compiler, flags, sources, Path(tmp) / "out.so")
                 os.replace(Path(tmp) / "out.so", target)

@@ -37,9 +37,8 @@ class GatherAttention:
 
     def __init__(self, placement: Placement, mask: Mask, axis: Axis,
                  device: torch.device | str = "cpu") -> None:
-        self._placement = placement
+        self.placement, self.axis = placement, axis
         self._mask = mask.padded(placement.pads)
-        self._axis = axis
         self._pages = (Pages.of(placement, self._mask, axis.index, torch.device(device))
                        if mask.is_causal else None)
         self._views: dict[int | None, View] = {}
@@ -48,7 +47,7 @@ class GatherAttention:
                  scale: float, window: int | None) -> Tensor:
         """The kernels are the exact ones, whatever ``ops`` are."""
         if window not in self._views:
-            self._views[window] = View(self._placement, self._mask.within(window), self._axis,
+            self._views[window] = View(self.placement, self._mask.within(window), self.axis,
                                        self._pages)
         out: Tensor = _Gather.apply(q_THd, keys_TGd, values_TGd, self._views[window], scale)
         return out

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilter.comm.autograd import reduce_from
 from kilter.comm.axis import Axis
 from kilter.comm.counter import wire_bytes as collective_bytes
 from kilter.mesh.layout import Layout
@@ -150,6 +151,31 @@ def spread_batch(batch: Batch, axis: Axis, config: ContextConfig, rows_multiple:
                   placement.local(batch.positions_T, axis.index, 0),
                   cu.to(batch.cu_seqlens_S1.device), longest, attend=attend)
     return LocalBatch(local, placement, axis.index)
+
+
+def all_rows(batch: Batch, values_T: Tensor) -> Tensor:
+    """[T, …] of the batch that was spread, in its order, on every rank: what each has of its own
+    rows, pads dropped. A loss of them is to be the same on all ranks, and its gradient on a rank is
+    that of the rank's own rows (see `counted_once`). Of a batch that is not spread, as they are.
+
+    Args:
+        batch: this rank's, of `spread_batch`.
+        values_T: [this rank's rows, …].
+    """
+    attend = batch.attend
+    if not isinstance(attend, RingAttention | UlyssesAttention | GatherAttention):
+        return values_T
+    placement = attend.placement
+    rows = torch.from_numpy(placement.rows(attend.axis.index)).to(values_T.device)
+    # Minus zero is what every number added to it leaves as it is.
+    empty_T = values_T.new_full((placement.tokens + placement.pads, *values_T.shape[1:]), -0.0)
+    return reduce_from(empty_T.index_copy(0, rows, values_T), attend.axis)[:placement.tokens]
+
+
+def counted_once(loss: Tensor, axis: Axis) -> Tensor:
+    """A loss of `all_rows`, to be summed over the axis: its value on the first rank and 0 on the
+    others, its gradient on all."""
+    return loss if axis.index == 0 else loss - loss.detach()
 
 
 def _runs(placement: Placement, bounds: np.ndarray, rank: int) -> tuple[Tensor, int]:

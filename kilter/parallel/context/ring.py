@@ -45,9 +45,8 @@ class RingAttention:
 
     def __init__(self, placement: Placement, mask: Mask, axis: Axis,
                  recorder: Recorder | None = None) -> None:
-        self._placement = placement
+        self.placement, self.axis = placement, axis
         self._mask = mask.padded(placement.pads)
-        self._axis = axis
         self._recorder = recorder
         self._routes: dict[int | None, Route] = {}
 
@@ -55,7 +54,7 @@ class RingAttention:
                  scale: float, window: int | None) -> Tensor:
         """The kernels are the ring's own, whatever ``ops`` are."""
         if window not in self._routes:
-            self._routes[window] = Route.of(self._placement, self._mask.within(window), self._axis)
+            self._routes[window] = Route.of(self.placement, self._mask.within(window), self.axis)
         out: Tensor = _Ring.apply(q_THd, keys_TGd, values_TGd, self._routes[window], scale,
                                   self._recorder)
         return out

@@ -43,7 +43,7 @@ class UlyssesAttention:
         if (np.diff(placement.order) != 1).any():
             raise ValueError("Ulysses attention needs rows in the order of the pack; use the "
                              "placement contiguous.")
-        self._axis = axis
+        self.placement, self.axis = placement, axis
         self._sizes = placement.sizes
         bounds = mask.padded(placement.pads).bounds
         self._cu_S1 = torch.from_numpy(bounds.astype(np.int32)).to(device)
@@ -51,13 +51,13 @@ class UlyssesAttention:
 
     def __call__(self, ops: Ops, q_THd: Tensor, keys_TGd: Tensor, values_TGd: Tensor, *,
                  scale: float, window: int | None) -> Tensor:
-        copies = kv_copies(q_THd.shape[1], keys_TGd.shape[1], self._axis.size)
-        keys, values = _KeysToHeads.apply(keys_TGd, values_TGd, self._axis, self._sizes, copies,
+        copies = kv_copies(q_THd.shape[1], keys_TGd.shape[1], self.axis.size)
+        keys, values = _KeysToHeads.apply(keys_TGd, values_TGd, self.axis, self._sizes, copies,
                                           q_THd.dtype)
         out_THd = ops.attention(
-            _ToHeads.apply(q_THd, self._axis, self._sizes), keys, values, self._cu_S1, scale=scale,
+            _ToHeads.apply(q_THd, self.axis, self._sizes), keys, values, self._cu_S1, scale=scale,
             window=window, max_seqlen=self._longest)
-        mine_THd: Tensor = _ToRows.apply(out_THd, self._axis, self._sizes)
+        mine_THd: Tensor = _ToRows.apply(out_THd, self.axis, self._sizes)
         return mine_THd
 
 

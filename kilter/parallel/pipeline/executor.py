@@ -243,7 +243,7 @@ class Pipeline:
                  ) -> Tensor:
         module = self.parts[stage].stage
         if stage < self.last:
-            return module(batch, x_TD=x_TD)  # type: ignore[no-any-return]
+            return module(batch, x_TD=x_TD)
         return score(partial(module, x_TD=x_TD), k)
 
     def _follow(self, actions: Sequence[Action], batches: Sequence[Batch],

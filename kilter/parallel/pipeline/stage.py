@@ -64,7 +64,7 @@ class Stage(TokenLogprobs):
                                  "targets; call it with the batch alone.")
             return token_values(self.decoder, batch, x_TD, self._tensor, self._sequence)
         assert targets_T is not None
-        return super().forward(  # type: ignore[no-any-return,return-value]
+        return super().forward(
             batch, targets_T, counts_T, x_TD=x_TD, **scoring)  # type: ignore[arg-type]
 
 

@@ -25,6 +25,8 @@ class Replica:
 
     def __init__(self, actors: Sequence[Any], job: RLJob) -> None:
         self._actors, self._job = list(actors), job
+        self._asked: Any = None  # a reference to the answer that `progress` waits for
+        self._heard: int | None = None
 
     def start(self, done: Done) -> None:
         address = (self._actors[0].address.remote(self._job.launch.timeout)
@@ -41,6 +43,17 @@ class Replica:
 
     def interrupt(self, number: int) -> None:
         self._actors[0].interrupt.remote(number)
+
+    def progress(self) -> int | None:
+        """What the first rank said last of how far it is; asks again, and waits for nothing."""
+        ray = load_ray()
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            with suppress(ray.exceptions.RayError):  # its end is told to what it works on
+                self._heard = ray.get(self._asked)
+            self._asked = None
+        if self._asked is None:
+            self._asked = self._actors[0].progress.remote()
+        return self._heard
 
     def lost(self, error: BaseException) -> bool:
         """Whether an error means that a rank is dead, be it that it only lost another one."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from kilter.parallel.checksum import combined
 from kilter.parallel.shards import Shard
-from kilter.rl.checksum import combined
 from kilter.rl.config import RLJob
 from kilter.rl.distributed.rollouts import Rollouts, Weights
 from kilter.rl.distributed.weights import pack, parcel_plan, trainer_sums

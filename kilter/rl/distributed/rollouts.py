@@ -4,8 +4,9 @@
     replica:   take v ─ sample ─ sample ahead ────────┤ take v+1 ─ go on ─ sample ahead ──
 
 New weights interrupt what samples: each replica gives back what it has, takes the weights and goes
-on. A replica that dies is replaced; what it had is given out again, as it was when it got it. All
-state is in the trainer's first rank, so that nothing is lost with a replica.
+on. A replica that dies is replaced, and so is one that works and does not get on; what it had is
+given out again, as it was when it got it. All state is in the trainer's first rank, so that nothing
+is lost with a replica.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from kilter.rl.distributed.book import Ahead, Book, Group
 from kilter.rl.experience import Rollout
 from kilter.rl.prompts import Question
 from kilter.serve.params import SamplingParams
+
+
+class Stalled(RuntimeError):
+    """A replica is alive, for all that anybody knows, but does not get on."""
 
 
 class RolloutsLost(RuntimeError):
@@ -54,6 +59,7 @@ class Worker(Protocol):
     def sample(self, number: int, groups: Sequence[Group],
                done: Callable[[Any, BaseException | None], None]) -> None: ...
     def interrupt(self, number: int) -> None: ...
+    def progress(self) -> int | None: ...
     def lost(self, error: BaseException) -> bool: ...
     def cause(self, error: BaseException) -> BaseException: ...
     def kill(self) -> None: ...
@@ -69,6 +75,7 @@ class _Slot:
         based: it has had all parameters.
         sampling: how many times it was told to sample.
         groups: that it has.
+        seen: what it said last of its progress, and ``moved`` when that was new.
         lost: how often it died since something came of it.
     """
 
@@ -80,6 +87,8 @@ class _Slot:
     interrupted: bool = False
     groups: list[Group] = field(default_factory=list)
     since: float = 0.0
+    seen: int | None = None
+    moved: float = field(default_factory=time.monotonic)
     lost: int = 0
 
 
@@ -93,6 +102,7 @@ class Rollouts:
 
     def __init__(self, job: RLJob, make: Callable[[int], Worker], replicas: int) -> None:
         self._make, self._most_lost = make, job.launch.max_restarts
+        self._deadline = job.placement.deadline
         self._book = Book(job.rollout.prompts, job.placement.max_staleness, job.steps)
         self._share = -(-job.rollout.prompts // replicas)  # groups that a replica gets at a time
         self._changed = threading.Condition()
@@ -171,16 +181,36 @@ class Rollouts:
     # ---- the thread ----
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
+        while (event := self._next()) is not None:
             with self._changed:
                 try:
                     event()
+                    self._watch()
                     self._hand_out()
                 except BaseException as error:  # the trainer raises it
                     self._failure = error
                 self._changed.notify_all()
                 if self._failure is not None:
                     return
+
+    def _next(self) -> Callable[[], None] | None:
+        """An event, of which there is one every few moments."""
+        try:
+            return self._events.get(timeout=min(1.0, self._deadline / 4))
+        except queue.Empty:
+            return self._nothing
+
+    def _watch(self) -> None:
+        """Replaces replicas that work and have not got on for too long."""
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.state == "idle":
+                continue
+            if (seen := slot.worker.progress()) != slot.seen:
+                slot.seen, slot.moved = seen, now
+            elif now - slot.moved > self._deadline:
+                self._replace(slot, Stalled(f"it did not get on for {self._deadline:g} s, see "
+                                            "placement.deadline"))
 
     def _nothing(self) -> None:
         """An event after which there may be something to hand out."""
@@ -210,7 +240,11 @@ class Rollouts:
               then: Callable[..., None], *more: Any) -> None:
         """Calls a replica, which has one call at a time; what comes of it is an event."""
 
+        worker, slot.moved = slot.worker, time.monotonic()
+
         def event(result: Any, error: BaseException | None) -> None:
+            if slot.worker is not worker:
+                return  # it has been replaced meanwhile
             if error is not None:
                 self._fail(slot, error)
             else:
@@ -234,6 +268,9 @@ class Rollouts:
         """Replaces a replica that is dead; raises what one that is alive has raised."""
         if not slot.worker.lost(error):
             raise slot.worker.cause(error)
+        self._replace(slot, error)
+
+    def _replace(self, slot: _Slot, error: BaseException) -> None:
         if slot.state == "sampling":
             self._spans.append((slot.since, time.time()))
         index = self._slots.index(slot)
@@ -246,7 +283,7 @@ class Rollouts:
         slot.worker.kill()
         self._book.back(slot.groups)
         slot.groups, slot.state, slot.version, slot.based = [], "busy", None, False
-        slot.sampling = 0
+        slot.sampling, slot.seen = 0, None
         slot.worker = self._make(index)
         self._tell(slot, slot.worker.start, self._started)
 

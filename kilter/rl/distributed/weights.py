@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum
+from kilter.parallel.checksum import checksum
 from kilter.parallel.shards import Box, Shard
-from kilter.rl.checksum import checksum
 from kilter.rl.reshard import Local
 from kilter.rl.reshard_plan import Plan, Shards, make_plan
 

@@ -183,6 +183,10 @@ class RolloutRank(Rank):
     _engine: RolloutEngine
     _job: RLJob
 
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._marks = 0  # pieces of work done, but for the engine's steps
+
     def start(self, job: RLJob, rank: int, address: Address | None) -> None:
         """Makes the engine, without weights."""
         self._job = job
@@ -194,8 +198,14 @@ class RolloutRank(Rank):
         self._tokenizer = start.tokenizer
         self._engine = RolloutEngine(start.spec, start.tokenizer, job.rollout_config(), mesh)
         self._rewards = build_rewards(job.rewards)
-        self._environment = environment_of(job.rollout.environment, start.tokenizer)
+        self._environment = environment_of(job.rollout.environment, start.tokenizer,
+                                           start.spec.vocab_size)
         self._over = 0  # samplings that have ended
+        self._marks += 1
+
+    def progress(self) -> int:
+        """A number that changes for as long as this rank gets on."""
+        return self._marks + (self._engine.steps if self._marks else 0)
 
     def update(self, version: int, groups: Sequence[Sequence[Any]], sums: Mapping[str, int]
                ) -> None:
@@ -207,7 +217,7 @@ class RolloutRank(Rank):
         """
         self._threads()
         engine = self._engine
-        fetched = (self._fetch(references) for references in groups)
+        fetched = (self._counted_fetch(references) for references in groups)
         engine.update(unpack(fetched, engine.shards, sums, engine.mesh.axis("tp")), version)
 
     def sample(self, number: int, groups: Sequence[Group]) -> list[Group]:
@@ -228,6 +238,7 @@ class RolloutRank(Rank):
                      for group in groups]
             questions = {group.id: group.question for group in groups}
             done = [group for group in after if not group.unfinished]
+            self._marks += 1
             rewarded = {rollout.id: rollout for rollout in judged(
                 [rollout for group in done for rollout in group.rollouts], questions,
                 self._rewards, self._tokenizer, self._engine.mesh.axis("tp"))}
@@ -241,6 +252,10 @@ class RolloutRank(Rank):
         while self._over < number:
             self._engine.interrupt()
             time.sleep(0.002)
+
+    def _counted_fetch(self, references: Sequence[Any]) -> list[list[Piece]]:
+        self._marks += 1
+        return self._fetch(references)
 
     def _fetch(self, references: Sequence[Any]) -> list[list[Piece]]:
         found: list[list[Piece]] = load_ray().get(list(references))

@@ -27,7 +27,6 @@ class Context:
         prepare: threads for what would hold up the event loop.
         compile_grammar: of settings that have one; `AsyncEngine.stream` then finds it compiled.
         max_context: longest prompt plus answer, tokens.
-        cache_tokens: tokens that the KV cache holds in all.
         vocab_size: of the model; the tokenizer may know fewer.
         priorities: whether a request's priority makes a difference.
         tool_format: how the model writes tool calls, or None.
@@ -42,7 +41,6 @@ class Context:
     prepare: ThreadPoolExecutor
     compile_grammar: Callable[[SamplingParams], Grammar | None]
     max_context: int
-    cache_tokens: int
     vocab_size: int
     priorities: bool
     tool_format: ToolFormat | None
@@ -72,16 +70,14 @@ def build_context(engine: Engine, config: ServerConfig) -> Context:
     tokenizer = engine.tokenizer
     metrics = Metrics()
     serving = AsyncEngine(engine)
-    metrics.bind(lambda: serving.stats)
+    metrics.bind(lambda: serving.stats, engine.executor.pids)
     format = config.tool_format
     if format is None and tokenizer.has_chat_template:
         format = tool_format(tokenizer.chat_template(tools=[{}]).source)
-    pool = engine.scheduler.pages
     return Context(
         config=config, engine=serving, tokenizer=tokenizer, metrics=metrics,
         admission=Admission(engine.scheduler.config.max_running, config.max_queue),
         prepare=ThreadPoolExecutor(config.prepare_threads, "kilter-prepare"),
         compile_grammar=engine.compile_grammar, max_context=engine.max_context,
-        cache_tokens=pool.num_pages * pool.page_size,
         vocab_size=engine.model.spec.vocab_size,
         priorities=engine.scheduler.config.policy == "priority", tool_format=format)

@@ -61,20 +61,18 @@ class ApiError(Exception):
 
     message: a full sentence: what is wrong, the value seen, what to change.
     param: dotted path of the request's field that is to blame.
-    code, type: OpenAI's words for it; default what the status means.
+    code: OpenAI's word for it; default what the status means.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None,
-                 code: str | None = None, type: str | None = None,
-                 headers: Mapping[str, str] | None = None) -> None:
+                 code: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         if len(message) > _LONGEST:
             message = f"{message[:_LONGEST]} …"
         super().__init__(message)
-        kind, default = _KINDS.get(status, _KINDS[400 if status < 500 else 500])
+        self.type, default = _KINDS.get(status, _KINDS[400 if status < 500 else 500])
         self.status = status
         self.message = message
         self.param = param
-        self.type = type or kind
         self.code = code or default
         self.headers = dict(headers or {})
 

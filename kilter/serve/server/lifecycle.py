@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +16,8 @@ from kilter.serve.server.app import create_app
 from kilter.serve.server.config import ServerConfig
 from kilter.serve.server.connection import Connection
 from kilter.serve.server.context import Context
+
+logger = logging.getLogger("kilter.server")
 
 _KEEP_ALIVE = 75  # seconds an idle connection is kept, longer than a proxy's usual 60
 _FLUSH = 5  # seconds for the last bytes to reach their readers when the server stops
@@ -46,6 +49,19 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def listen(listener: socket.socket) -> None:
+    """Begins to listen: until then another program that bound the same address could do so.
+
+    Raises:
+        OSError: with a sentence, if one did.
+    """
+    try:
+        listener.listen()
+    except OSError as error:
+        raise OSError(f"Another program began to listen at {url_of(listener)} while the model was "
+                      "loaded; choose another port with --port (0 takes a free one).") from error
+
+
 def url_of(listener: socket.socket) -> str:
     """The address that a bound socket answers at, without a final slash."""
     host, port = listener.getsockname()[:2]
@@ -58,7 +74,11 @@ class Server(uvicorn.Server):
     The first signal, or `stop`, begins the drain: new requests get a 503, running ones may take
     ``drain_timeout`` seconds, then they are aborted. The second signal aborts them at once.
 
+    Where the engine loses a part of its model (`AsyncEngine.on_loss`) everybody has been told, and
+    the server ends at once.
+
     on_ready: called when requests are being answered.
+    failed: what ended the server by itself, a sentence, or None.
     """
 
     def __init__(self, context: Context, *, access_log: bool = False,
@@ -72,6 +92,8 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
         self._impatient = asyncio.Event()
+        self.failed: str | None = None
+        context.engine.on_loss = self._fail
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,6 +104,14 @@ class Server(uvicorn.Server):
         """Begins the drain; from any thread."""
         self._context.admission.draining = True
         self._soon(self._begin_drain)
+
+    def _fail(self, sentence: str) -> None:
+        logger.error(sentence)
+        self.failed = sentence
+        self._soon(self._end)
+
+    def _end(self) -> None:
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._context.draining:

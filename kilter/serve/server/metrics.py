@@ -5,9 +5,11 @@ A request is measured by its `Track`; the engine's own numbers are read when the
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
@@ -70,6 +72,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.recent: deque[tuple[float | None, float | None]] = deque(maxlen=_RECENT)
         self._stats: Callable[[], EngineStats] | None = None
+        self._pids: tuple[int, ...] = ()
         self.requests = Counter(
             "kilter_requests", "Requests that have ended, by endpoint and how",
             ["endpoint", "outcome"], registry=self.registry)
@@ -93,7 +96,8 @@ class Metrics:
         self._prompt = Histogram(
             "kilter_request_prompt_tokens", "Prompt tokens of a request", ["endpoint"],
             buckets=[4 ** i for i in range(1, 10)], registry=self.registry)
-        self.registry.register(_EngineCollector(lambda: self._stats and self._stats()))
+        self.registry.register(_EngineCollector(lambda: self._stats and self._stats(),
+                                                lambda: self._pids))
 
     def track(self, endpoint: str, prompt_tokens: int) -> Track:
         """Begins to measure a request that is handed to the engine now.
@@ -107,9 +111,9 @@ class Metrics:
         """Counts a request that never reached the engine: "queue_full", "invalid", …"""
         self._rejected.labels(reason).inc()
 
-    def bind(self, stats: Callable[[], EngineStats]) -> None:
-        """Where the engine's numbers are read at every scrape."""
-        self._stats = stats
+    def bind(self, stats: Callable[[], EngineStats], pids: tuple[int, ...] = ()) -> None:
+        """Where the engine's numbers are read at every scrape, and its processes by rank."""
+        self._stats, self._pids = stats, pids
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -173,8 +177,9 @@ class _Times:
 class _EngineCollector(Collector):
     """The engine's numbers, read when they are asked for."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], EngineStats | None],
+                 pids: Callable[[], tuple[int, ...]]) -> None:
+        self._stats, self._pids = stats, pids
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
@@ -186,6 +191,21 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"kilter_{name}", text, getattr(stats, name))
         yield SummaryMetricFamily("kilter_step_seconds", "Duration of steps, seconds",
                                   stats.steps, stats.step_seconds)
+        memory = GaugeMetricFamily("kilter_resident_bytes", "Memory of the machine that each of "
+                                   "the engine's processes holds", labels=["rank"])
+        for rank, pid in enumerate(self._pids()):
+            if (size := _resident(pid)) is not None:
+                memory.add_metric([str(rank)], size)
+        yield memory
+
+
+def _resident(pid: int) -> int | None:
+    """Bytes, where the system tells and the process is there."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def routes(context: Context) -> APIRouter:

@@ -14,7 +14,8 @@ from kilter.serve.params import GrammarSpec
 from kilter.serve.server.errors import ApiError
 from kilter.serve.server.messages import ChatRequest, JsonSchemaFormat, NamedTool, TextFormat
 from kilter.serve.server.prepare import refused, structured_grammar
-from kilter.serve.tool_parsers import ToolFormat, tool_call_grammar
+from kilter.serve.tool_grammar import tool_call_grammar
+from kilter.serve.tool_parsers import ToolFormat
 
 # Text up to a call. Lazy: it ends with the first marker, so no text can hold one.
 _HERMES_TEXT = 'TEXT: /(?s:.*)/\nbefore[lazy]: /(?s:.*)<tool_call>/\n'

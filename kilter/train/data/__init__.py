@@ -7,9 +7,9 @@
 from kilter.train.data.config import ChatConfig, DataConfig, SourceConfig
 from kilter.train.data.corpus import IGNORE, Corpus, Counts, Data, SampleId, open_data
 from kilter.train.data.errors import DataError
-from kilter.train.data.loader import DataLoader, corpus_packs, evaluation_packs, steps_of
+from kilter.train.data.loader import DataLoader, corpus_packs, evaluation_packs
 from kilter.train.data.packing import Pack
 
 __all__ = ["IGNORE", "ChatConfig", "Corpus", "Counts", "Data", "DataConfig", "DataError",
            "DataLoader", "Pack", "SampleId", "SourceConfig", "corpus_packs", "evaluation_packs",
-           "open_data", "steps_of"]
+           "open_data"]

@@ -2,7 +2,7 @@
 from memory-mapped arrays and knows all lengths in advance.
 
     ${KILTER_HOME:-~/.cache/kilter}/data/
-        contents/KEY                a file's sha256, by path, size and time of change
+        contents/KEY                a file's sha256, by path, size and times of change
         KEY/                        of (the file's sha256, the tokeniser's fingerprint)
             00000.tokens.npy        uint16 or uint32 [tokens]
             00000.targets.npy       bool [tokens]; only for conversations and pairs
@@ -13,7 +13,8 @@ from memory-mapped arrays and knows all lengths in advance.
 
 Parts are written under a temporary name and renamed. An interrupted build goes on after its last
 whole part. Whoever builds a file holds its lock, so the ranks of a machine share the files among
-themselves and none is tokenised twice.
+themselves and none is tokenised twice. What is whole is only read, so the cache may then lie where
+nothing can be written.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from kilter.home import home
 from kilter.report.progress import progress
 from kilter.train.data.config import SourceConfig
 from kilter.train.data.errors import DataError
 from kilter.train.data.sources import Record, read_records
+from kilter.train.data.stream import tokenised
 from kilter.train.data.tokenise import Document, Tokeniser
 
 # digest: of the tokens, so equal documents are known. first_target: index of the first token that
@@ -46,9 +47,9 @@ DOCUMENT = np.dtype([("start", "<i8"), ("length", "<i8"), ("first_target", "<i8"
                      ("digest", "<u8")])
 # chosen: tokens of the chosen conversation, which comes first.
 PAIR = np.dtype([("chosen", "<i8"), ("margin", "<f8")])
-_VERSION = 1  # of what is below a KEY
+_VERSION = 2  # of what is below a KEY
 _PART = 1 << 24  # tokens after which a part ends
-_BATCH = 64  # records tokenised at a time; the tokenizer library lets go of the GIL
+_BLOCK = 1 << 20  # tokens hashed at a time
 
 Update = Callable[..., None]
 
@@ -60,12 +61,13 @@ class CachedFile:
         self.key = folder.name  # equal for equal documents
         self._parts = [name[: -len(_DOCUMENTS)] for name in _part_names(folder)]
         self._folder = folder
-        tables = [np.load(folder / f"{part}{_DOCUMENTS}", allow_pickle=False)
-                  for part in self._parts]
+        tables = [_load(folder / f"{part}{_DOCUMENTS}") for part in self._parts]
         self.documents = np.concatenate([np.empty(0, DOCUMENT), *tables])
-        pairs = [np.load(path, allow_pickle=False) for part in self._parts
+        pairs = [_load(path) for part in self._parts
                  if (path := folder / f"{part}.pairs.npy").exists()]
         self.pairs: np.ndarray | None = np.concatenate(pairs) if pairs else None  # as documents
+        # Whether only some of the tokens are targets.
+        self.masked = any((folder / f"{part}.targets.npy").exists() for part in self._parts)
         self._ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
         self._open: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
@@ -83,18 +85,21 @@ class CachedFile:
                      int(row["start"]) + min(end, int(row["length"])))
         return tokens[span], None if targets is None else targets[span]
 
-    def _map(self, part: int) -> tuple[np.ndarray, np.ndarray | None]:
-        base = self._folder / self._parts[part]
-        tokens = np.load(f"{base}.tokens.npy", mmap_mode="r", allow_pickle=False)
-        masked = Path(f"{base}.targets.npy")
-        if not masked.exists():
-            return tokens, None
-        return tokens, np.load(masked, mmap_mode="r", allow_pickle=False)
+    def targets(self, document: int) -> np.ndarray | None:
+        """bool [length]: which tokens of a document are targets; None: all."""
+        return self.read(document, 0, int(self.documents["length"][document]))[1]
 
+    def _map(self, part: int) -> tuple[np.ndarray, np.ndarray | None]:
+        name = self._parts[part]
+        first = int(self._ends[part - 1]) if part else 0
+        length = int(self.documents["length"][first : self._ends[part]].sum())
+        tokens = _load(self._folder / f"{name}.tokens.npy", length)
+        masked = self._folder / f"{name}.targets.npy"
+        return tokens, _load(masked, length) if masked.exists() else None
 
 def default_cache() -> Path:
     """Where tokenised files lie: ``$KILTER_HOME/data``, else ``~/.cache/kilter/data``."""
-    return Path(os.environ.get("KILTER_HOME") or Path.home() / ".cache" / "kilter") / "data"
+    return home() / "data"
 
 
 def cached_files(
@@ -104,18 +109,18 @@ def cached_files(
 
     Raises DataError, with file and line, for what cannot be read or tokenised.
     """
-    root.mkdir(parents=True, exist_ok=True)
     prints = {chat: tokeniser.fingerprint(chat) for chat in {s.chat or s.pairs for s, _ in files}}
-    folders = [root / _key(source, path, prints[source.chat or source.pairs], root)
-               for source, path in files]
-    missing = [(folder, *file) for folder, file in zip(folders, files, strict=True)
-               if not (folder / _WHOLE).exists()]
+    stamps = [_stamp(path) for _, path in files]
+    folders = [root / _key(source, path, stamp, prints[source.chat or source.pairs], root)
+               for (source, path), stamp in zip(files, stamps, strict=True)]
+    missing = [(folder, *file, stamp) for folder, file, stamp
+               in zip(folders, files, stamps, strict=True) if not (folder / _WHOLE).exists()]
     with progress("Tokenising", in_bytes=True) as update:
         for wait in (False, True):  # first what nobody else works on
-            for folder, source, path in missing:
+            for folder, source, path, stamp in missing:
                 with _lock(folder, wait) as mine:
                     if mine and not (folder / _WHOLE).exists():
-                        _build(folder, source, path, tokeniser, update)
+                        _build(folder, source, path, stamp, tokeniser, update)
     return [CachedFile(folder) for folder in folders]
 
 
@@ -123,38 +128,52 @@ _WHOLE = "whole.json"
 _DOCUMENTS = ".documents.npy"
 
 
-def _build(
-    folder: Path, source: SourceConfig, path: Path, tokeniser: Tokeniser, update: Update
-) -> None:
+def _build(folder: Path, source: SourceConfig, path: Path, stamp: str, tokeniser: Tokeniser,
+           update: Update) -> None:
     """Tokenise what no whole part has yet."""
+    for left in folder.glob(".*"):  # half-written by one that was killed
+        with _writing(folder):
+            left.unlink()
     part, done = 0, 0
     for name in _part_names(folder):
-        part, done = part + 1, done + len(np.load(folder / name, allow_pickle=False))
+        part, done = part + 1, done + len(_load(folder / name))
     size = path.stat().st_size
     documents: list[Document] = []
     pending = 0
-    for record, document in _tokenised(read_records(source, path, skip=done), tokeniser):
+    records = read_records(source, path, skip=done)
+
+    def watched() -> Iterator[Record]:
+        for record in records:
+            update(record.position, size, f"Tokenising {path.name}")
+            yield record
+
+    for _, document in tokenised(watched(), tokeniser):
         documents.append(document)
         pending += len(document.tokens_N)
         if pending >= _PART:
-            _write_part(folder, part, documents, tokeniser.dtype)
+            _check_unchanged(path, stamp)
+            _write_part(folder, part, documents)
             part, done, pending, documents = part + 1, done + len(documents), 0, []
-        update(record.position, size, f"Tokenising {path.name}")
+    _check_unchanged(path, stamp)
     if documents:
-        _write_part(folder, part, documents, tokeniser.dtype)
+        _write_part(folder, part, documents)
     about = {"file": str(path), "documents": done + len(documents)}
     _replace(folder / _WHOLE, lambda new: new.write_text(json.dumps(about) + "\n", "utf-8"))
 
 
-def _tokenised(
-    records: Iterator[Record], tokeniser: Tokeniser
-) -> Iterator[tuple[Record, Document]]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while batch := list(islice(records, _BATCH)):
-            yield from zip(batch, pool.map(tokeniser.document, batch), strict=True)
+def _load(path: Path, length: int | None = None) -> np.ndarray:
+    """An array; one of a known length is mapped, not read."""
+    try:
+        array: np.ndarray = np.load(path, "r" if length is not None else None, allow_pickle=False)
+        if length is not None and len(array) != length:
+            raise ValueError(f"it has {len(array)} elements instead of {length}")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} in the cache is damaged: {error}. Delete its folder; the data is "
+                        "then tokenised anew.") from error
+    return array
 
 
-def _write_part(folder: Path, part: int, documents: list[Document], dtype: np.dtype) -> None:
+def _write_part(folder: Path, part: int, documents: list[Document]) -> None:
     table = np.zeros(len(documents), DOCUMENT)
     table["length"] = [len(document.tokens_N) for document in documents]
     table["start"] = np.cumsum(table["length"]) - table["length"]
@@ -162,7 +181,7 @@ def _write_part(folder: Path, part: int, documents: list[Document], dtype: np.dt
     table["digest"] = [_digest(document.tokens_N[: first] if document.chosen else document.tokens_N)
                        for document, first in zip(documents, table["first_target"], strict=True)]
     base = folder / f"{part:05d}"
-    arrays = {".tokens.npy": np.concatenate([d.tokens_N for d in documents]).astype(dtype)}
+    arrays = {".tokens.npy": np.concatenate([d.tokens_N for d in documents])}
     targets = [d.targets_N for d in documents if d.targets_N is not None]
     if targets:
         arrays[".targets.npy"] = np.concatenate(targets)
@@ -181,51 +200,85 @@ def _first_target(document: Document) -> int:
 
 
 def _digest(tokens_N: np.ndarray) -> int:
-    data = tokens_N.astype("<u4").tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(digest_size=8)
+    for begin in range(0, len(tokens_N), _BLOCK):
+        digest.update(tokens_N[begin : begin + _BLOCK].astype("<u4").tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _part_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(f"[0-9]*{_DOCUMENTS}"))
 
 
-def _key(source: SourceConfig, path: Path, fingerprint: str, root: Path) -> str:
+def _key(source: SourceConfig, path: Path, stamp: str, fingerprint: str, root: Path) -> str:
     """The name of a file's folder: equal only for files that give the same documents."""
-    facts = [_VERSION, _content(path, root), fingerprint, source.format_of(str(path)),
-             source.chat, source.column, source.separator, *(["pairs"] if source.pairs else [])]
+    facts = [_VERSION, _content(path, stamp, root), fingerprint, source.format_of(str(path)),
+             source.chat, source.pairs, source.field, source.shape, source.separator]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _content(path: Path, root: Path) -> str:
+def _content(path: Path, stamp: str, root: Path) -> str:
     """sha256 of the file; of one that has not changed since, it is remembered."""
+    note = root / "contents" / hashlib.sha256(stamp.encode()).hexdigest()[:32]
     try:
-        stat = path.stat()
-        facts = f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-        note = root / "contents" / hashlib.sha256(facts.encode()).hexdigest()[:32]
         if note.exists():
             return note.read_text("utf-8")
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
+            changed = os.fstat(file.fileno()).st_ctime
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     # A file written just now could change again within the clock's resolution.
-    if time.time() - stat.st_mtime > 2:
-        note.parent.mkdir(exist_ok=True)
-        _replace(note, lambda new: new.write_text(found, "utf-8"))
+    if time.time() - changed > 2:
+        with suppress(DataError):  # then it is read again next time
+            _make_folder(note.parent)
+            _replace(note, lambda new: new.write_text(found, "utf-8"))
     return found
+
+
+def _stamp(path: Path) -> str:
+    """Of a file that has not changed it is the same."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+
+
+def _check_unchanged(path: Path, stamp: str) -> None:
+    if _stamp(path) != stamp:
+        raise DataError(f"{path} changed while it was tokenised. Wait until it is written, and "
+                        "start again.")
 
 
 @contextmanager
 def _lock(folder: Path, wait: bool) -> Iterator[bool]:
     """Whether this process alone may write to the folder while the block runs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
+    _make_folder(folder)
+    with _writing(folder):
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    with os.fdopen(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
         else:
             yield True
+
+
+def _make_folder(folder: Path) -> None:
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"The cache of tokenised data cannot be written: {place}: "
+                        f"{error.strerror or error}. Make room there, or name another folder in "
+                        "the environment variable KILTER_HOME.") from error
 
 
 def _save(path: Path, array: np.ndarray) -> None:
@@ -235,5 +288,9 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    write(new)
-    new.replace(path)
+    with _writing(path):
+        try:
+            write(new)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
-FileFormat = Literal["auto", "text", "jsonl", "parquet"]
+FileFormat = Literal["auto", "text", "jsonl", "json", "parquet"]
+Shape = Literal["auto", "messages", "completion", "instruction"]
 LongDocuments = Literal["split", "truncate", "drop"]
 Turns = Literal["all", "last"]
 
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
-            ".parquet": "parquet"}
+            ".json": "json", ".parquet": "parquet"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,15 @@ class SourceConfig:
     paths: files or globs (`**` included). Files are taken in the order of the list; those of one
         glob by name.
     format: "auto" goes by the suffix: .txt .md (text), .jsonl .ndjson (one JSON object per line),
-        .parquet.
-    chat: records are conversations (a list of messages) instead of text.
+        .json (an array of objects, or lines), .parquet. All but Parquet may be compressed: a
+        further .gz, .bz2, .xz or .zst.
+    chat: records are conversations instead of text.
     pairs: records are pairs of answers, one better than the other (`kilter.train.data.pairs`).
-    field: where in a JSONL or Parquet record the text or the messages are; by default "text" or
-        "messages". A conversation's "tools", where there are some, go to the chat template.
+    field: where in a record the text or the messages are; by default "text", or what `shape` says.
+    shape: how a record spells a conversation (`kilter.train.data.shapes`); "auto" goes by the
+        fields that it has.
     separator: what stands between the documents of a text file, "\\n\\n" for instance; "" takes a
-        whole file as one document.
+        whole file as one document. A line feed in it stands for CRLF too.
     weight: how often an epoch goes through the source: 2 takes every document twice, 0.25 a
         quarter of the documents, the next quarter in the next epoch.
     """
@@ -38,6 +42,7 @@ class SourceConfig:
     chat: bool = False
     pairs: bool = False
     field: str = ""
+    shape: Shape = "auto"
     separator: str = ""
     weight: float = 1.0
 
@@ -47,6 +52,7 @@ class SourceConfig:
         if not paths or not all(paths):
             raise ValueError("A data source needs paths: at least one file or glob, none empty.")
         _check_choice("format of a data source", self.format, FileFormat)
+        _check_choice("shape of a data source", self.shape, Shape)
         if not 0 < self.weight <= 1000:
             raise ValueError(f"The weight of the source {paths[0]} is {self.weight}; it says how "
                              "often an epoch goes through it and must be above 0 and at most 1000.")
@@ -61,21 +67,29 @@ class SourceConfig:
             if getattr(self, name) and "text" in formats:
                 raise ValueError(f"The source {paths[0]} has plain text files, which have no "
                                  f"{what}. Give JSONL or Parquet files, or remove {name}.")
-
-    @property
-    def column(self) -> str:
-        return self.field or ("messages" if self.chat else "text")
+        if self.shape != "auto" and not self.chat:
+            raise ValueError(f"The shape of the source {paths[0]} is {self.shape!r}, which is one "
+                             "of conversations, but chat is false. Set chat to true.")
+        if self.field and self.shape not in ("auto", "messages"):
+            raise ValueError(f"The source {paths[0]} has a field, but the shape {self.shape!r} has "
+                             "fields of fixed names. Remove one of the two.")
 
     def format_of(self, path: str) -> str:
         """The format of a file. Raises ValueError where its suffix does not tell."""
-        if self.format != "auto":
-            return self.format
-        suffix = PurePath(path).suffix.lower()
-        if suffix not in SUFFIXES:
-            raise ValueError(f"The suffix of {path} does not tell its format; known are "
-                             f"{', '.join(SUFFIXES)}. Set the source's format to text, jsonl or "
-                             "parquet.")
-        return SUFFIXES[suffix]
+        suffixes = [suffix.lower() for suffix in PurePath(path).suffixes]
+        compressed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else None
+        found: str = self.format
+        if found == "auto":
+            suffix = suffixes[-1] if suffixes else ""
+            if suffix not in SUFFIXES:
+                raise ValueError(f"The suffix of {path} does not tell its format; known are "
+                                 f"{', '.join(SUFFIXES)}, and {', '.join(COMPRESSED)} after them. "
+                                 "Set the source's format to text, jsonl, json or parquet.")
+            found = SUFFIXES[suffix]
+        if found == "parquet" and compressed:
+            raise ValueError(f"{path} is a compressed Parquet file, which cannot be read as it is. "
+                             "Parquet is compressed inside; decompress the file around it.")
+        return found
 
 
 @dataclass(frozen=True)

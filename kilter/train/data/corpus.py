@@ -5,8 +5,8 @@
     labels      t1 t2 t3 | t4 t5 t6           every target once, also across the cut
 
 A token's label is the next token of its document, wherever the unit ends; the last token of a
-document has none, and a unit that would hold nothing else is left out. In memory are some 50 bytes
-per document; tokens stay on disk.
+document has none. A unit without any label is left out, so every pack has something to learn. In
+memory are some 50 bytes per document; tokens stay on disk.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the documents, in documents but for `units` and `tokens` (of the units)."""
+    """What became of the documents, in documents but for `units` and what is of units: `tokens` and
+    `dropped_units`."""
 
     documents: int = 0
     units: int = 0
@@ -64,6 +66,8 @@ class Counts:
     truncated: int = 0
     dropped_too_long: int = 0
     dropped_without_targets: int = 0  # too short, or nothing to learn within seq_len
+    dropped_units: int = 0  # of split conversations, those without a target
+    held_out: int = 0  # left out of training, as evaluation sources have the same
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(),
@@ -79,7 +83,7 @@ class Corpus:
     def __init__(self, sources: Sequence[_Source], key: str) -> None:
         self.key = key
         self._sources = sources
-        self.sizes = [int(source.first_unit_D1[-1]) for source in sources]
+        self.sizes = [source.size for source in sources]
         self.counts = sum((source.counts for source in sources), Counts())
 
     def lengths(self, sources_N: np.ndarray, units_N: np.ndarray) -> np.ndarray:
@@ -87,9 +91,7 @@ class Corpus:
         lengths_N = np.empty_like(units_N)
         for number in np.unique(sources_N):
             mine = np.flatnonzero(sources_N == number)
-            document, begin = self._sources[number].place(units_N[mine])
-            left = self._sources[number].length_D[document] - begin
-            lengths_N[mine] = np.minimum(left, self._sources[number].seq_len)
+            lengths_N[mine] = self._sources[number].lengths(units_N[mine])
         return lengths_N
 
     def number(self, id: SampleId) -> int:
@@ -113,6 +115,22 @@ class Data:
     held_out: Corpus | None
     key: str
 
+    def __str__(self) -> str:
+        """What is trained on, and what is not, as a sentence."""
+        counts, found = self.train.counts, []
+        for count, what in (
+            (counts.held_out, "also in the evaluation sources"),
+            (counts.truncated, "truncated"), (counts.dropped_too_long, "dropped as too long"),
+            (counts.dropped_without_targets, "dropped without anything to learn"),
+            (counts.dropped_units, "pieces dropped without anything to learn"),
+        ):
+            found += [f"{count:,} {what}"] if count else []
+        held = "" if self.held_out is None else (
+            f"; {self.held_out.counts.documents:,} documents held out for evaluation")
+        aside = f" ({', '.join(found)})" if found else ""
+        return (f"{counts.documents:,} documents{aside} in {counts.units:,} sequences of "
+                f"{counts.tokens:,} tokens{held}.")
+
 
 def open_data(config: DataConfig, tokenizer: Tokenizer, cache: Path | None = None) -> Data:
     """Tokenise what is not in the cache yet, and open all of it.
@@ -130,10 +148,17 @@ def open_data(config: DataConfig, tokenizer: Tokenizer, cache: Path | None = Non
     files = [[next(opened) for _ in found] for found in paths]
     own = len(config.sources)
     fraction = config.eval_fraction
-    train = _corpus(files[:own], config, 0.0, 1.0 - fraction)
+    _check_apart(files[:own], files[own:], paths)
+    held_out_D = [file.documents["digest"] for of_source in files[own:] for file in of_source]
+    kept_out_D = np.unique(np.concatenate([np.empty(0, np.uint64), *held_out_D]))
+    train = _corpus(files[:own], config, 0.0, 1.0 - fraction, kept_out_D)
     if not sum(train.sizes):
         raise DataError(f"The data has nothing to train on: {_told(train.counts)}. Add documents, "
                         "or change seq_len or long_documents.")
+    if sum(Fraction(str(source.weight)) * size
+           for source, size in zip(config.sources, train.sizes, strict=True)) < 1:
+        raise DataError(f"The weights of the sources leave less than one sequence for an epoch, of "
+                        f"the {sum(train.sizes)} that there are. Make the weights larger.")
     held_out = None
     if fraction or config.eval_sources:
         held_out = (_corpus(files[:own], config, 1.0 - fraction, 1.0) if fraction
@@ -141,39 +166,73 @@ def open_data(config: DataConfig, tokenizer: Tokenizer, cache: Path | None = Non
         if not sum(held_out.sizes):
             raise DataError(f"Nothing is held out for evaluation: {_told(held_out.counts)}. Add "
                             "documents, or raise eval_fraction.")
-    return Data(config, train, held_out, _key(config, files))
+    return Data(config, train, held_out, _key(config, train))
 
 
 class _Source:
     """The units of one source. D documents, numbered through its files."""
 
-    def __init__(self, files: Sequence[CachedFile], config: DataConfig, low: float, high: float
-                 ) -> None:
+    def __init__(self, files: Sequence[CachedFile], config: DataConfig, low: float, high: float,
+                 kept_out_D: np.ndarray | None) -> None:
         self.seq_len = config.seq_len
         self._files = files
         self._ends = np.cumsum([len(file) for file in files], dtype=np.int64)
         table_D = np.concatenate([file.documents for file in files])
         self.length_D = table_D["length"].astype(np.int64)
         chosen_D = _share(table_D["digest"], low, high)
+        known_D = np.zeros_like(chosen_D)
+        if kept_out_D is not None and len(kept_out_D):
+            known_D = chosen_D & np.isin(table_D["digest"], kept_out_D)
+        chosen_D &= ~known_D
         count_D = _units(self.length_D, table_D["first_target"], config) * chosen_D
-        self.first_unit_D1 = np.concatenate([[0], np.cumsum(count_D)])
-        self.counts = self._count(table_D, chosen_D, count_D, config)
+        # Pieces, of which those without a target are no units.
+        self._first_piece_D1 = np.concatenate([[0], np.cumsum(count_D)])
+        self._piece_U = self._with_targets(count_D)
+        self.size = len(self._piece_U)
+        self.counts = self._count(table_D, chosen_D, count_D, config, int(known_D.sum()))
 
     def place(self, units_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64 [N] documents, int64 [N] tokens of them before the unit."""
-        document = np.searchsorted(self.first_unit_D1, units_N, side="right") - 1
-        return document, (units_N - self.first_unit_D1[document]) * self.seq_len
+        pieces_N = self._piece_U[units_N]
+        document = np.searchsorted(self._first_piece_D1, pieces_N, side="right") - 1
+        return document, (pieces_N - self._first_piece_D1[document]) * self.seq_len
 
     def number(self, id: SampleId) -> int:
         """The unit that `read` gave this id."""
         document = id.record + (int(self._ends[id.file - 1]) if id.file else 0)
-        return int(self.first_unit_D1[document]) + id.begin // self.seq_len
+        piece = int(self._first_piece_D1[document]) + id.begin // self.seq_len
+        return int(np.searchsorted(self._piece_U, piece))
+
+    def lengths(self, units_N: np.ndarray) -> np.ndarray:
+        """int64 [N] tokens of each unit."""
+        document, begin = self.place(units_N)
+        return np.minimum(self.length_D[document] - begin, self.seq_len)
+
+    def _with_targets(self, count_D: np.ndarray) -> np.ndarray:
+        """int64 [U]: the pieces that have a target."""
+        kept = np.ones(int(self._first_piece_D1[-1]), bool)
+        masked_D = np.repeat([file.masked for file in self._files],
+                             [len(file) for file in self._files])
+        for document in np.flatnonzero((count_D > 1) & masked_D):
+            file, record = self._record(int(document))
+            targets_N = self._files[file].targets(record)
+            assert targets_N is not None
+            first = int(self._first_piece_D1[document])
+            # The label of token i is token i + 1.
+            pieces = np.unique(np.flatnonzero(targets_N[1:]) // self.seq_len)
+            kept[first : first + int(count_D[document])] = False
+            kept[first + pieces] = True
+        return np.flatnonzero(kept)
+
+    def _record(self, document: int) -> tuple[int, int]:
+        """(file, record of it)."""
+        file = int(np.searchsorted(self._ends, document, side="right"))
+        return file, document - (int(self._ends[file - 1]) if file else 0)
 
     def read(self, source: int, unit: int) -> Sample:
         document_1, begin_1 = self.place(np.array([unit]))
         document, begin = int(document_1[0]), int(begin_1[0])
-        file = int(np.searchsorted(self._ends, document, side="right"))
-        record = document - (int(self._ends[file - 1]) if file else 0)
+        file, record = self._record(document)
         tokens, targets = self._files[file].read(record, begin, begin + self.seq_len + 1)
         inputs = tokens[: self.seq_len].astype(np.int64)
         labels = np.full(len(inputs), IGNORE, np.int64)
@@ -188,29 +247,45 @@ class _Source:
         return Sample(id, inputs, labels, chosen, float(pairs["margin"][record]))
 
     def _count(self, table_D: np.ndarray, chosen_D: np.ndarray, count_D: np.ndarray,
-               config: DataConfig) -> Counts:
+               config: DataConfig, known: int) -> Counts:
         length_D, has_targets_D = table_D["length"], table_D["first_target"] < table_D["length"]
         long_D = chosen_D & (length_D > self.seq_len) & has_targets_D
         too_long = int(long_D.sum()) if config.long_documents == "drop" else 0
         truncates = config.long_documents == "truncate"
-        last_D = length_D - (count_D - 1) * self.seq_len  # tokens of a document's last unit
-        tokens_D = (count_D - 1) * self.seq_len + np.minimum(last_D, self.seq_len)
         return Counts(
             documents=int(chosen_D.sum()),
-            units=int(count_D.sum()),
-            tokens=int(tokens_D[count_D > 0].sum()),
+            units=self.size,
+            tokens=int(self.lengths(np.arange(self.size)).sum()),
             truncated=int((long_D & (count_D > 0)).sum()) if truncates else 0,
             dropped_too_long=too_long,
             dropped_without_targets=int((chosen_D & (count_D == 0)).sum()) - too_long,
+            dropped_units=int(count_D.sum()) - self.size,
+            held_out=known,
         )
 
 
-def _corpus(files: Sequence[Sequence[CachedFile]], config: DataConfig, low: float, high: float
-            ) -> Corpus:
-    facts = [[[file.key for file in of_source] for of_source in files], config.seq_len,
+def _corpus(files: Sequence[Sequence[CachedFile]], config: DataConfig, low: float, high: float,
+            kept_out_D: np.ndarray | None = None) -> Corpus:
+    facts = [_VERSION, [[file.key for file in of_source] for of_source in files], config.seq_len,
              config.long_documents, low, high]
-    return Corpus([_Source(of_source, config, low, high) for of_source in files],
+    if kept_out_D is not None and len(kept_out_D):
+        facts.append(hashlib.sha256(kept_out_D.tobytes()).hexdigest())
+    return Corpus([_Source(of_source, config, low, high, kept_out_D) for of_source in files],
                   hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+
+
+_VERSION = 2  # of how documents become units
+
+
+def _check_apart(files: Sequence[Sequence[CachedFile]], held_out: Sequence[Sequence[CachedFile]],
+                 paths: Sequence[Sequence[Path]]) -> None:
+    """Raises DataError if a file is both to train on and to evaluate with."""
+    trained = {file.key for of_source in files for file in of_source}
+    for of_source, found in zip(held_out, paths[len(files):], strict=True):
+        for file, path in zip(of_source, found, strict=True):
+            if file.key in trained:
+                raise DataError(f"{path} is to be evaluated with, but is trained on too (in that "
+                                "place or as a copy). Take it out of sources or eval_sources.")
 
 
 def _share(digest_D: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -234,11 +309,9 @@ def _told(counts: Counts) -> str:
             f"{counts.dropped_without_targets} have no target")
 
 
-def _key(config: DataConfig, files: Sequence[Sequence[CachedFile]]) -> str:
-    own = len(config.sources)
+def _key(config: DataConfig, train: Corpus) -> str:
     facts = [
-        [[file.key for file in of_source] for of_source in files[:own]],
-        [str(source.weight) for source in config.sources],
+        train.key, [str(source.weight) for source in config.sources],
         config.seq_len, config.packing, config.lookahead, config.long_documents, config.shuffle,
         config.seed, config.eval_fraction,
     ]

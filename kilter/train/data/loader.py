@@ -49,6 +49,11 @@ class PackStream:
         """Whether the epoch has no further pack."""
         return self.position >= self._end and not len(self._packer)
 
+    def is_over(self, epochs: int) -> bool:
+        """Whether so many epochs have no further pack. (With small weights, one may have none.)"""
+        return self.epoch >= epochs or (self.at_epoch_end and not any(
+            self._order.length(epoch) for epoch in range(self.epoch + 1, epochs)))
+
     def next(self) -> list[Unit]:
         """The units of the next pack, in the order of arrival."""
         while self.at_epoch_end:
@@ -90,12 +95,14 @@ class DataLoader:
     global_micro_batches: packs in a step over all ranks.
     dp_rank, dp: which of how many data-parallel ranks this is.
     prefetch: steps made ahead.
+    epochs: where the row of packs ends; the step that has the last ones is filled up with blank
+        packs, so that no document comes once more. None: never.
 
     Raises ValueError if the micro-batches do not divide among the ranks.
     """
 
     def __init__(self, data: Data, global_micro_batches: int, dp_rank: int = 0, dp: int = 1,
-                 prefetch: int = 2) -> None:
+                 prefetch: int = 2, epochs: int | None = None) -> None:
         _check_rank(dp_rank, dp)
         if global_micro_batches < 1 or global_micro_batches % dp:
             raise ValueError(f"A step of {global_micro_batches} micro-batches cannot be shared by "
@@ -105,6 +112,7 @@ class DataLoader:
         self._order = Order(data.train.sizes, weights, config.shuffle, config.seed)
         self._data, self._count = data, global_micro_batches
         self._dp_rank, self._dp, self._depth = dp_rank, dp, max(1, prefetch)
+        self._epochs = epochs
         self._stream = PackStream(data.train, config, self._order)
         self._state = self._stream.state()
         self._ahead: deque[Future[tuple[list[Pack], dict[str, Any]]]] = deque()
@@ -115,8 +123,23 @@ class DataLoader:
         """The epoch that the last step ended in, from 0."""
         return int(self._state["epoch"])
 
+    def steps_left(self) -> int:
+        """Steps to the end of the epochs, from the next one on. Every pack is counted, by lengths
+        alone."""
+        if self._epochs is None:
+            raise ValueError("A row of packs without an end has no number of steps.")
+        stream = PackStream(self._data.train, self._data.config, self._order, **self._state)
+        packs = 0
+        while not stream.is_over(self._epochs):
+            stream.next()
+            packs += 1
+        return -(-packs // self._count)
+
     def next_step(self) -> list[Pack]:
-        """This rank's micro-batches of the next step, in their order."""
+        """This rank's micro-batches of the next step, in their order.
+
+        Raises ValueError if the epochs are over.
+        """
         while len(self._ahead) < self._depth:
             self._ahead.append(self._thread.submit(self._make))
         try:
@@ -154,11 +177,16 @@ class DataLoader:
         self.close()
 
     def _make(self) -> tuple[list[Pack], dict[str, Any]]:
-        mine = []
+        mine: list[Pack] = []
+        units: list[Unit] = []
         for number in range(self._count):
-            units = self._stream.next()
+            over = self._epochs is not None and self._stream.is_over(self._epochs)
+            if over and not units:
+                raise ValueError(f"All {self._epochs} epochs are over.")
+            units = units if over else self._stream.next()
             if number % self._dp == self._dp_rank:
-                mine.append(_read(self._data.train, units))
+                pack = _read(self._data.train, units)
+                mine.append(pack.blank() if over else pack)
         return mine, self._stream.state()
 
     def _go_to(self, state: dict[str, Any]) -> None:
@@ -168,20 +196,6 @@ class DataLoader:
                 future.exception()  # wait until the thread lets go of the stream
         self._state = state
         self._stream = PackStream(self._data.train, self._data.config, self._order, **state)
-
-
-def steps_of(data: Data, epochs: int, global_micro_batches: int) -> int:
-    """Steps that take a new run through so many epochs; the last may begin another one. Every pack
-    is counted, by lengths alone."""
-    config = data.config
-    order = Order(data.train.sizes, [source.weight for source in config.sources], config.shuffle,
-                  config.seed)
-    stream = PackStream(data.train, config, order)
-    packs = 0
-    while stream.epoch < epochs - 1 or not stream.at_epoch_end:
-        stream.next()
-        packs += 1
-    return -(-packs // global_micro_batches)
 
 
 def evaluation_packs(data: Data, dp_rank: int = 0, dp: int = 1) -> Iterator[Pack]:

@@ -5,8 +5,8 @@
     {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": [the same start, …]}
 
 Text is what a user says as a prompt, and what the assistant says as an answer. Without a prompt the
-messages that both conversations begin with are it. ``margin`` (by how much the chosen answer is
-better) and ``tools`` may stand beside.
+messages that both conversations begin with are it; with one they may begin with it too.
+``margin`` (by how much the chosen answer is better) and ``tools`` may stand beside.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kilter.train.data.errors import DataError
+from kilter.train.data.shapes import messages_of, tools_of
 
-FIELDS = ("prompt", "chosen", "rejected", "margin", "tools")
+FIELDS = ("chosen", "rejected", "prompt", "margin", "tools")
 
 
 def pair_of(content: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -37,9 +38,12 @@ def pair_of(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     margin = 0.0 if margin is None else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise DataError(f"The margin of {where} is {margin!r}, but must be a finite number.")
-    start = [] if prompt is None else _messages(prompt, "user", "prompt", where)
-    sides = {name: start + _messages(content[name], "assistant", name, where)
+    start = [] if prompt is None else messages_of(prompt, "user", "prompt", where)
+    sides = {name: messages_of(content[name], "assistant", name, where)
              for name in ("chosen", "rejected")}
+    for name, side in sides.items():  # a whole conversation has the prompt already
+        if side[:len(start)] != start or len(side) == len(start):
+            sides[name] = start + side
     if prompt is None:
         if any(isinstance(content[name], str) for name in sides):
             raise DataError(f"{where} has no prompt, and text alone for answers. Give it a prompt, "
@@ -50,13 +54,5 @@ def pair_of(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     if sides["chosen"] == sides["rejected"]:
         raise DataError(f"The answers chosen and rejected of {where} are the same, so there is "
                         "nothing to learn from them. Remove the record.")
-    return {**sides, "margin": float(margin), "tools": content.get("tools") or None}
+    return {**sides, "margin": float(margin), "tools": tools_of(content.get("tools"), where)}
 
-
-def _messages(value: Any, role: str, name: str, where: str) -> list[Any]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return value
-    raise DataError(f"The field {name!r} of {where} must be text or a list of at least one "
-                    "message, each an object with role and content.")

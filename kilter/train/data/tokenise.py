@@ -8,7 +8,7 @@ is said by the template's own `{% generation %}` marks, or found by rendering pr
     render(messages up to the turn)                            ... assistant\\nHello.<|im_end|>\\n
 
 The turn is what the second adds to the first, without the white space after its end token, which
-is never generated.
+is never generated. A turn that is not to be learned is no target.
 
 A pair: both conversations, one after the other, each up to its last target, as a rollout ends
 there. Turns that both have are the prompt's and no targets.
@@ -71,16 +71,22 @@ class Tokeniser:
         self._before, self._after = _ends(tokenizer, config)
         self._own_template = self._read_template()
 
-    def document(self, record: Record) -> Document:
-        """Raises DataError, with the record's place, if it cannot be tokenised."""
+    def documents(self, records: Sequence[Record]) -> list[Document]:
+        """What the records become, in their order; many at once are faster than one by one.
+
+        Raises DataError, with the record's place, if one cannot be tokenised.
+        """
         try:
-            if isinstance(record.value, str):
-                return self._text(record.value)
-            if "chosen" in record.value:
-                return self._pair(record.value)
-            return self._conversation(record.value["messages"], record.value["tools"])
+            return self._documents(records)
         except ValueError as error:
-            raise DataError(f"{record.where}: {error}") from error
+            for record in records if len(records) > 1 else ():
+                self.documents([record])  # raises for the one
+            raise DataError(f"{records[0].where}: {error}") from error
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts alone. A corpus is text from strangers: "<|im_end|>" in it is no end
+        of a turn."""
+        return self.tokenizer.encode_batch(texts, parse_special=False)
 
     def fingerprint(self, chat: bool) -> str:
         """Equal for two tokenisers that make the same documents of the same records."""
@@ -97,49 +103,79 @@ class Tokeniser:
         digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
-    def _text(self, text: str) -> Document:
-        # A corpus is text from strangers: "<|im_end|>" in it is no end of a turn.
-        ids = self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-        return Document(np.array([*self._before, *ids, *self._after], self.dtype), None)
+    def _documents(self, records: Sequence[Record]) -> list[Document]:
+        texts = iter(self.encode([r.value for r in records if isinstance(r.value, str)]))
+        rendered = [self._sides(r.value) for r in records if not isinstance(r.value, str)]
+        encoded = iter(self.tokenizer.encode_batch_with_offsets(
+            [side.text for sides in rendered for side in sides]))
+        masked = iter([[self._masked(side, *next(encoded)) for side in sides]
+                       for sides in rendered])
+        return [self._text(record, next(texts)) if isinstance(record.value, str)
+                else _joined(next(masked), record.value) for record in records]
 
-    def _conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> Document:
-        return self._masked(self._rendered(messages, tools))
+    def _text(self, record: Record, ids: list[int]) -> Document:
+        before = self._before if record.begins else []
+        after = self._after if record.ends else []
+        if not ids and record.begins and record.ends:
+            before = after = []  # nothing is said, so there is nothing to learn
+        return Document(np.array([*before, *ids, *after], self.dtype), None)
 
-    def _pair(self, value: Mapping[str, Any]) -> Document:
-        both = [self._rendered(value[side], value["tools"]) for side in ("chosen", "rejected")]
+    def _sides(self, value: Mapping[str, Any]) -> list[_Rendered]:
+        """A conversation; or the two of a pair, without the turns that both have."""
+        if "chosen" not in value:
+            return [self._rendered(value["messages"], value["tools"], value.get("learned"))]
+        both = [self._rendered(value[side], value["tools"]) for side in _SIDES]
         shared = _shared_turns(*both)
-        sides = []
-        for name, text in zip(("chosen", "rejected"), both, strict=True):
-            document = self._masked(_Rendered(text.text, text.turns[shared:], text.marked))
-            assert document.targets_N is not None
-            found = np.flatnonzero(document.targets_N[1:])
-            if not len(found):
-                raise DataError(f"The {name} answer has no token of the assistant, so there is "
-                                "nothing to compare. Remove the record, or correct its roles.")
-            end = int(found[-1]) + 2
-            sides.append((document.tokens_N[:end], document.targets_N[:end]))
-        tokens, targets = (np.concatenate(parts) for parts in zip(*sides, strict=True))
-        return Document(tokens, targets, len(sides[0][0]), value["margin"])
+        return [_Rendered(side.text, side.turns[shared:], side.marked) for side in both]
 
     def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
+        learned: Sequence[bool] | None = None,
     ) -> _Rendered:
+        """learned: whether each message is; None: all that the assistant says is."""
         template = self._own_template or self.tokenizer.chat_template(tools)
+        self._check_template(template, messages, tools)
         text, spans = template.render_with_spans(messages, tools, **self._chat.variables)
-        marked = bool(spans)
-        if not marked:
-            spans = _turns_by_prefix(template, text, messages, tools, self._chat)
-        elif self._chat.turns == "last":
-            spans = spans[-1:]
-        return _Rendered(text, spans, marked)
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        skips = learned is not None and not all(learned[turn] for turn in turns)
+        if spans and skips and len(spans) != len(turns):
+            raise DataError(f"Not all of the assistant's {len(turns)} turns are to be learned, but "
+                            f"the chat template marks {len(spans)} with {{% generation %}}, so "
+                            "which of them cannot be told. Let it mark each turn once.")
+        last = slice(-1, None) if self._chat.turns == "last" else slice(None)
+        if spans and not skips:
+            return _Rendered(text, spans[last], True)
+        wanted = [turn for turn in turns[last] if learned is None or learned[turn]]
+        if spans:
+            return _Rendered(text, [spans[turns.index(turn)] for turn in wanted], True)
+        if not turns:
+            raise DataError("The conversation has no assistant turn, so there is nothing to learn "
+                            "from it. Remove it, or correct its roles.")
+        return _Rendered(text, _turns_by_prefix(template, text, messages, tools, self._chat,
+                                                wanted), False)
 
-    def _masked(self, rendered: _Rendered) -> Document:
-        ids, offsets = self.tokenizer.encode_with_offsets(rendered.text)
+    def _check_template(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Raises DataError for what the template would leave out without a word."""
+        if tools and "tools" not in template.reads:
+            raise DataError("The conversation has tools, but the chat template does not show any. "
+                            "Set a template that does, or remove the tools.")
+        if "tool_calls" not in template.source and any(m.get("tool_calls") for m in messages):
+            raise DataError("The conversation has tool_calls, but the chat template does not show "
+                            "any. Set a template that does, or write them into the content.")
+        unread = [name for name in self._chat.variables if name not in template.reads]
+        if unread:
+            raise DataError(f"The chat setting variables has {unread[0]!r}, which the template "
+                            f"does not read; it reads {', '.join(sorted(template.reads))}. "
+                            "Correct or remove it.")
+
+    def _masked(self, rendered: _Rendered, ids: list[int], offsets: list[Span]) -> Document:
         targets_N = np.zeros(len(ids), bool)
+        offsets_N2 = np.array(offsets, np.int64).reshape(len(ids), 2)
         for span in rendered.turns:
-            begin, end = _tokens_of(span, offsets)
+            begin, end = _tokens_of(span, offsets_N2)
             targets_N[begin : end if rendered.marked else self._trimmed(ids, begin, end)] = True
         return Document(np.array(ids, self.dtype), targets_N)
 
@@ -161,6 +197,26 @@ class Tokeniser:
             raise DataError(f"The chat template {self._chat.template} cannot be read: "
                             f"{error.strerror or error}.") from error
         return ChatTemplate(source, self.tokenizer.special_tokens)
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def _joined(sides: Sequence[Document], value: Mapping[str, Any]) -> Document:
+    """A conversation as it is; the two of a pair one after the other, up to their last targets."""
+    if len(sides) == 1:
+        return sides[0]
+    parts = []
+    for name, document in zip(_SIDES, sides, strict=True):
+        assert document.targets_N is not None
+        found = np.flatnonzero(document.targets_N[1:])
+        if not len(found):
+            raise DataError(f"The {name} answer has no token of the assistant, so there is "
+                            "nothing to compare. Remove the record, or correct its roles.")
+        end = int(found[-1]) + 2
+        parts.append((document.tokens_N[:end], document.targets_N[:end]))
+    tokens_N, targets_N = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Document(tokens_N, targets_N, len(parts[0][0]), value["margin"])
 
 
 def _shared_turns(one: _Rendered, other: _Rendered) -> int:
@@ -194,14 +250,11 @@ def _turns_by_prefix(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     chat: ChatConfig,
+    turns: Sequence[int],
 ) -> list[Span]:
-    """Character ranges of the assistant's turns in `text`, the rendering of all messages."""
-    turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not turns:
-        raise DataError("The conversation has no assistant turn, so there is nothing to learn "
-                        "from it. Remove it, or correct its roles.")
+    """Character ranges of messages of the assistant in `text`, the rendering of all messages."""
     spans = []
-    for turn in turns[-1:] if chat.turns == "last" else turns:
+    for turn in turns:
         try:
             before = template.render(messages[:turn], tools, True, **chat.variables)
             upto = text
@@ -229,7 +282,7 @@ _MARKS = ("Give a template that marks the assistant's turns with {% generation %
           "{% endgeneration %}.")
 
 
-def _tokens_of(span: Span, offsets: Sequence[Span]) -> Span:
+def _tokens_of(span: Span, offsets_N2: np.ndarray) -> Span:
     """The range of tokens that stand for any of the span's characters."""
-    inside = [i for i, (begin, end) in enumerate(offsets) if begin < span[1] and end > span[0]]
-    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+    inside = np.flatnonzero((offsets_N2[:, 0] < span[1]) & (offsets_N2[:, 1] > span[0]))
+    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)

@@ -19,6 +19,7 @@ from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
+from kilter.parallel.context.plan import all_rows, counted_once
 from kilter.train.data import Pack, SampleId
 from kilter.train.lora import adapters_off
 from kilter.train.preference.config import DpoConfig
@@ -46,17 +47,19 @@ class PairObjective:
         """Collective over what a forward pass is, where the reference is one."""
         packs = cast(Sequence[Pack], micro_batches)
         references = self._references(spread, packs, rows)
+        context = spread.mesh.axis("cp")
 
         def loss(forward: Callable[..., Tensor], k: int, count: float) -> Tensor:
             pack, (batch, targets_T) = packs[k], rows[k]
             assert pack.margins_P is not None
             if self._config is None:
-                scores_S = sequence_values(forward(batch), pack)
+                scores_S = sequence_values(all_rows(batch, forward(batch)), pack)
                 chosen_P, rejected_P = scores_S[::2], scores_S[1::2]
                 margin_P = pack.margins_P.to(scores_S.device)
                 found = bradley_terry(chosen_P=chosen_P, rejected_P=rejected_P, margin_P=margin_P)
             else:
-                scores_S = sequence_logprobs(forward(batch, targets_T), pack)
+                scores_S = sequence_logprobs(all_rows(batch, forward(batch, targets_T)),
+                                             pack)
                 reference_S = references[k]
                 assert reference_S is not None
                 reference_S = reference_S.to(scores_S.device)
@@ -67,9 +70,10 @@ class PairObjective:
                     label_smoothing=self._config.label_smoothing)
                 gained_S = self._config.beta * (scores_S - reference_S)
                 chosen_P, rejected_P = gained_S[::2], gained_S[1::2]
-            self._sums += torch.stack([x.detach().double().sum().cpu() for x in (
-                found.margins_P > 0.0, found.margins_P, chosen_P, rejected_P)])
-            return count * found.losses_P.sum()
+            if context.index == 0:  # the others have the same
+                self._sums += torch.stack([x.detach().double().sum().cpu() for x in (
+                    found.margins_P > 0.0, found.margins_P, chosen_P, rejected_P)])
+            return counted_once(count * found.losses_P.sum(), context)
 
         return loss
 
@@ -92,7 +96,7 @@ class PairObjective:
             return [self._reference(pack.ids) for pack in packs]
 
         def score(forward: Callable[..., Tensor], k: int) -> Tensor:
-            return sequence_logprobs(forward(*rows[k]), packs[k])
+            return sequence_logprobs(all_rows(rows[k][0], forward(*rows[k])), packs[k])
 
         with adapters_off(spread.model):
             return spread.forward_all([batch for batch, _ in rows], score)

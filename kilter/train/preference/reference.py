@@ -29,6 +29,7 @@ from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum, broadcast
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
+from kilter.parallel.context.plan import all_rows
 from kilter.report.progress import progress
 from kilter.train.checkpoint import CheckpointError
 from kilter.train.config import TrainJob
@@ -109,6 +110,7 @@ def starting_point(job: TrainJob, inputs: Inputs) -> str:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
         weights = digest.hexdigest()
     facts = [weights, job.precision, job.model.exact, job.model.kv_dtype,
+             job.model.products,
              [(name, corpus.key) for name, corpus in _corpora(inputs.data)]]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -140,7 +142,7 @@ def _table(spread: Spread, corpus: Corpus, config: DataConfig) -> Tensor:
             found = spread.forward_all([batch for batch, _ in rows], partial(_score, packs, rows))
             for pack, sums_S in zip(packs, found, strict=True):
                 done += len(pack.ids) * dp.size
-                if sums_S is not None and pack.ids:
+                if sums_S is not None and pack.ids and mesh.axis("cp").index == 0:
                     table[[corpus.number(id) for id in pack.ids]] = sums_S.view(-1, 2).cpu()
             update(min(done, len(table)), len(table))
     return all_reduce_sum(table, mesh.axis("pp_dp_cp"))
@@ -148,7 +150,7 @@ def _table(spread: Spread, corpus: Corpus, config: DataConfig) -> Tensor:
 
 def _score(packs: Sequence[Pack], rows: Sequence[tuple[Batch, Tensor]],
            forward: Callable[..., Tensor], k: int) -> Tensor:
-    return sequence_logprobs(forward(*rows[k]), packs[k])
+    return sequence_logprobs(all_rows(rows[k][0], forward(*rows[k])), packs[k])
 
 
 def _bar(shown: bool) -> AbstractContextManager[Callable[..., None]]:

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from kilter import cli
+from kilter.serve.server.config import ServerConfig
+from kilter.serve.server.lifecycle import bind, listen
 from tests.models import tiny
 from tests.serve.server.conftest import StartServer
 from tests.serve.server.test_limits import paused, wait_for
@@ -98,6 +100,15 @@ def process(folder: Path) -> Iterator[Process]:
     yield process
     process.process.kill()
     process.process.communicate()
+
+
+def test_a_port_that_another_takes_while_the_model_is_loaded() -> None:
+    """Two may bind an address of which nobody listens yet."""
+    with bind(ServerConfig("a", port=0)) as first:
+        with bind(ServerConfig("a", port=first.getsockname()[1])) as second:
+            listen(first)
+            with pytest.raises(OSError, match="Another program began to listen at http://127.0.0.1"):
+                listen(second)
 
 
 def test_the_command_serves_until_it_is_told_to_stop(process: Process, folder: Path,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kilter.train.data import DataConfig, DataError, SourceConfig
+from kilter.train.data import DataConfig, DataError, SourceConfig, stream
 from kilter.train.data import cache as module
 from kilter.train.data.cache import CachedFile, cached_files, default_cache
 from kilter.train.data.tokenise import Tokeniser
@@ -23,15 +25,15 @@ TEXTS = [f"text {i} " + "x" * (i % 7) for i in range(40)]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PART", 60)
-    monkeypatch.setattr(module, "_BATCH", 3)
+    monkeypatch.setattr(stream, "_RECORDS", 3)
 
 
 class Counting(Tokeniser):
-    made: ClassVar[list[Any]] = []  # appending is safe between threads
+    made: ClassVar[list[Any]] = []  # adding to it is safe between threads
 
-    def document(self, record: Any) -> Any:
-        Counting.made.append(record)
-        return super().document(record)
+    def documents(self, records: Any) -> Any:
+        Counting.made.extend(records)
+        return super().documents(records)
 
 
 def opened(path: Path, root: Path, **settings: Any) -> CachedFile:
@@ -130,6 +132,100 @@ def test_ranks_share_the_work(tmp_path: Path) -> None:
     for opened_files in found:
         assert [list(contents(file))[-1] for file in opened_files] == [
             f"{n}{TEXTS[-1]}" for n in range(4)]
+
+
+def test_a_file_that_changes_is_not_mistaken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same size, with the old time put back, or while it is tokenised."""
+    path = write_texts(tmp_path / "t.jsonl", ["aaa"])
+    monkeypatch.setattr(module.time, "time", lambda: 1e12)  # long ago, so it is remembered
+    os.utime(path, (1e9, 1e9))
+    assert list(contents(opened(path, tmp_path / "c"))) == ["aaa"]
+    with open(path, "r+") as file:
+        file.write(json.dumps({"text": "bbb"}))
+    os.utime(path, (1e9, 1e9))
+    assert list(contents(opened(path, tmp_path / "c"))) == ["bbb"]
+
+    def reads(*_: Any, **__: Any) -> Iterator[Any]:
+        write_texts(path, ["ccc"])
+        yield from read(*_, **__)
+
+    read = module.read_records
+    write_texts(path, ["ddd"])
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="changed while it was"):
+        patch.setattr(module, "read_records", reads)
+        opened(path, tmp_path / "c")
+    assert list(contents(opened(path, tmp_path / "c"))) == ["ccc"]
+    write_texts(path, ["ddd"])
+    assert list(contents(opened(path, tmp_path / "c"))) == ["ddd"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, save, calls = write_texts(tmp_path / "t.jsonl", TEXTS), module._save, 0
+
+    def full(path: Path, array: np.ndarray) -> None:
+        nonlocal calls
+        calls += 1
+        save(path, array)
+        if calls == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError) as caught:
+        patch.setattr(module, "_save", full)
+        opened(path, tmp_path / "c")
+    assert "cannot be written" in str(caught.value) and "No space left" in str(caught.value)
+    assert list((tmp_path / "c").rglob(".*")) == []
+    assert list(contents(opened(path, tmp_path / "c"))) == TEXTS
+    assert len(Counting.made) < len(TEXTS)
+
+
+def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "t.jsonl", TEXTS)
+    folder = tmp_path / "c" / opened(path, tmp_path / "c").key
+    (folder / "whole.json").unlink()
+    (folder / ".00001.tokens.npy.77-88").write_bytes(b"half")
+    assert list(contents(opened(path, tmp_path / "c"))) == TEXTS
+    assert not (folder / ".00001.tokens.npy.77-88").exists()
+
+
+def test_a_whole_cache_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_texts(tmp_path / "t.jsonl", TEXTS)
+    opened(path, tmp_path / "c")
+
+    def refuse(owner: Any, name: str) -> None:
+        allowed = getattr(owner, name)
+
+        def call(path: Path, *arguments: Any, **settings: Any) -> Any:
+            if Path(path).is_relative_to(tmp_path):
+                raise OSError(errno.EROFS, "Read-only file system")
+            return allowed(path, *arguments, **settings)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((Path, "mkdir"), (Path, "write_text"), (Path, "replace"),
+                        (module.os, "open"), (module, "_save")):
+        refuse(owner, name)
+    monkeypatch.setattr(module.time, "time", lambda: 1e12)  # it would remember the file
+    assert list(contents(opened(path, tmp_path / "c"))) == TEXTS
+    with pytest.raises(DataError, match=r"cannot be written: .*Read-only .*KILTER_HOME"):
+        opened(path, tmp_path / "other")
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "t.jsonl", TEXTS)
+    file = opened(path, tmp_path / "c")
+    folder = tmp_path / "c" / file.key
+    for name in ("00001.tokens.npy", "00001.documents.npy"):
+        kept = (folder / name).read_bytes()
+        for damage in (b"", kept[:-1]):
+            (folder / name).write_bytes(damage)
+            with pytest.raises(DataError, match=rf"{name} in the cache is damaged.*Delete"):
+                list(contents(opened(path, tmp_path / "c")))
+        (folder / name).write_bytes(kept)
+    assert list(contents(opened(path, tmp_path / "c"))) == TEXTS
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:

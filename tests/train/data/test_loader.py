@@ -27,6 +27,7 @@ from kilter.train.data import (
     evaluation_packs,
     open_data,
 )
+from kilter.train.data.order import Order
 from kilter.train.data.packing import Packer
 from tests.train.data.tiny import chat_tokenizer, text_config, write_jsonl, write_texts
 
@@ -204,6 +205,77 @@ def test_resume_at_every_step_is_as_if_uninterrupted(tmp_path: Path, shuffle: bo
     assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
 
 
+@settings(quick, max_examples=25)
+@given(st.lists(st.text(st.sampled_from("abhe"), max_size=40), min_size=4, max_size=9),
+       st.lists(st.sampled_from([0.3, 0.5, 1.0, 2.0]), min_size=2, max_size=2),
+       st.integers(1, 2), st.lists(st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (6, 3)]),
+                                   min_size=1, max_size=6), st.booleans())
+def test_epochs_are_exact_over_any_ranks_and_resumes(
+    tmp_path: Path, texts: list[str], weights: list[float], epochs: int,
+    splits: list[tuple[int, int]], chat: bool
+) -> None:
+    """The targets of all steps are those that the order takes, each once: also where every step is
+    taken by other ranks in other micro-batches, from the state that the one before left, and where
+    the last step is not full. Every micro-batch but those of the end has something to learn."""
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"messages": [
+            {"role": "user", "content": f"{number}" + "?" * len(text)},
+            {"role": "assistant", "content": text}], "text": f"{number}{text}"} for text in texts])
+    sources = tuple(SourceConfig((str(tmp_path / f"{number}.jsonl"),), chat=chat, weight=weight)
+                    for number, weight in enumerate(weights))
+    data = open_data(DataConfig(sources, seq_len=12, lookahead=3), TOKENIZER, tmp_path / "cache")
+    order = Order(data.train.sizes, weights, True, 0)
+    units = [unit for epoch in range(epochs) for unit in zip(
+        *order.units(epoch, np.arange(order.length(epoch))), strict=True)]
+    samples = [data.train.read(int(source), int(unit)) for source, unit in units]
+    expected = Counter(sample.id for sample in samples)
+    targets = sum(int((sample.labels_N != IGNORE).sum()) for sample in samples)
+    assert all((sample.labels_N != IGNORE).any() for sample in samples)
+    found: Counter[SampleId] = Counter()
+    state: dict[str, Any] | None = None
+    taken = 0
+    while True:
+        count, dp = splits[taken % len(splits)]
+        packs, states = [], []
+        for rank in range(dp):
+            with DataLoader(data, count, rank, dp, epochs=epochs) as loader:
+                if state is not None:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+                left = loader.steps_left()
+                if not left:
+                    with pytest.raises(ValueError, match="epochs are over"):
+                        loader.next_step()
+                    continue
+                packs.append(loader.next_step())
+                states.append(loader.state_dict())
+                assert loader.steps_left() == left - 1
+        if not packs:
+            break
+        assert all(other == states[0] for other in states)
+        state, taken = states[0], taken + 1
+        row = [pack for together in zip(*packs, strict=True) for pack in together]
+        full = [pack for pack in row if pack.ids]
+        assert len(row) == count and row[: len(full)] == full  # blank ones are last
+        assert all(pack.valid > 0 for pack in full) and not any(p.valid for p in row[len(full):])
+        found.update(key for pack in full for key in pack.ids)
+        targets -= sum(pack.valid for pack in full)
+    assert found == expected and targets == 0
+
+
+def test_more_epochs_go_on_where_fewer_ended(tmp_path: Path) -> None:
+    data = texts_data(tmp_path, some_texts(9, 30), seq_len=16)
+    with DataLoader(data, 4, epochs=1) as loader:
+        steps = loader.steps_left()
+        row = [pack for step in steps_of(loader, steps) for pack in step]
+        end = loader.state_dict()
+    assert sum(1 for pack in row if not pack.ids) == -len(epochs_of(data, 1)[0]) % 4 > 0
+    with DataLoader(data, 4, epochs=2) as loader:
+        loader.load_state_dict(end)
+        assert loader.steps_left() == steps
+        second = [pack for step in steps_of(loader, steps) for pack in step if pack.ids]
+    assert same(second, epochs_of(data, 2)[1])
+
+
 def test_micro_batches_may_change_on_resume(tmp_path: Path) -> None:
     data = texts_data(tmp_path, some_texts(40, 30))
     with DataLoader(data, 2) as loader:
@@ -276,6 +348,7 @@ def test_conversations_are_masked_and_long_ones_counted(
              for key, tokens, labels in sequences(pack)}
     assert len(found) == data.train.counts.units
     end, truncated, long, useless = TOKENIZER.encode("<|im_end|>")[0], 0, 0, 0
+    without = 0
     for record, line in enumerate(path.read_text().splitlines()):
         messages = json.loads(line)["messages"]
         ids = TOKENIZER.encode_chat(messages, add_generation_prompt=False)
@@ -290,11 +363,17 @@ def test_conversations_are_masked_and_long_ones_counted(
             has_target = any(label != IGNORE for label in labels[:80])
             pieces = {0: pieces[0]} if has_target else {}
             truncated, useless = truncated + has_target, useless + (not has_target)
+        else:  # pieces of the question alone teach nothing
+            count = len(pieces)
+            pieces = {begin: piece for begin, piece in pieces.items()
+                      if any(label != IGNORE for label in piece[1])}
+            without += count - len(pieces)
         assert {begin: found.pop((record, begin)) for begin in pieces} == pieces
     assert found == {}
     counts = data.train.counts
     assert (counts.truncated, counts.dropped_too_long, counts.dropped_without_targets) == (
         truncated, long, useless)
+    assert counts.dropped_units == without and (without > 3) == (long_documents == "split")
     assert counts.documents == 40 and (long_documents == "split" or truncated + long > 3)
 
 
@@ -326,6 +405,34 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
                       TOKENIZER, tmp_path / "cache")
     again = {key[:3] for pack in evaluation_packs(other) for key in pack.ids}
     assert again == {key[:3] for key, _ in held}  # whatever the order and the length
+
+
+def test_documents_of_evaluation_sources_are_not_trained_on(tmp_path: Path) -> None:
+    texts = some_texts(30, 20)
+    path = write_texts(tmp_path / "t.jsonl", [*texts, texts[3]])
+    held = write_texts(tmp_path / "h.jsonl", [texts[3], "new", texts[7], "x" * 50])
+    data = open_data(text_config(path, eval_sources=(SourceConfig((str(held),)),), seq_len=24),
+                     TOKENIZER, tmp_path / "cache")
+    records = {key.record for pack in epochs_of(data, 1)[0] for key in pack.ids}
+    assert records == set(range(30)) - {3, 7}
+    assert data.train.counts.held_out == 3 and data.train.counts.documents == 28
+    assert "(3 also in the evaluation sources)" in str(data) and "4 documents held out" in str(data)
+    alone = open_data(text_config(path, seq_len=24), TOKENIZER, tmp_path / "cache")
+    assert alone.key != data.key and alone.train.key != data.train.key
+    copy = write_texts(tmp_path / "copy.jsonl", [*texts, texts[3]])
+    with pytest.raises(DataError, match=r"copy\.jsonl is to be evaluated with, but is trained on"):
+        open_data(text_config(path, eval_sources=(SourceConfig((str(copy),)),)), TOKENIZER,
+                  tmp_path / "cache")
+
+
+def test_an_epoch_of_nothing_is_refused(tmp_path: Path) -> None:
+    """Else the next document would have to be looked for through any number of epochs."""
+    path = write_texts(tmp_path / "t.jsonl", ["abc", "abd"])
+    source = SourceConfig((str(path),), weight=1e-9)
+    with pytest.raises(DataError, match="less than one sequence for an epoch, of the 2"):
+        open_data(DataConfig((source,), 16), TOKENIZER, tmp_path / "cache")
+    half = SourceConfig((str(path),), weight=0.5)
+    assert open_data(DataConfig((half,), 16), TOKENIZER, tmp_path / "cache").train.sizes == [2]
 
 
 def test_evaluation_is_shared_by_ranks_in_lockstep(tmp_path: Path) -> None:

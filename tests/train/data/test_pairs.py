@@ -39,8 +39,8 @@ def pairs_config(path: Path, **settings: Any) -> DataConfig:
 
 def tokenise(row: dict[str, Any], template: str = CHATML, **settings: Any) -> Document:
     config = pairs_config(Path("x.jsonl"), **settings)
-    return Tokeniser(chat_tokenizer(template), config).document(
-        Record("x.jsonl, line 7", pair_of(row, "x.jsonl, line 7"), 0))
+    return Tokeniser(chat_tokenizer(template), config).documents(
+        [Record("x.jsonl, line 7", pair_of(row, "x.jsonl, line 7"), 0)])[0]
 
 
 def sides(document: Document) -> tuple[Document, Document]:
@@ -54,7 +54,9 @@ def sides(document: Document) -> tuple[Document, Document]:
     PLAIN,
     {"prompt": [USER], "chosen": [GOOD], "rejected": "5"},
     {"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 1.5},
-], ids=["texts", "messages", "conversations"])
+    {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"prompt": [USER], "chosen": [USER, GOOD], "rejected": "5"},
+], ids=["texts", "messages", "conversations", "prompt-again", "prompt-again-in-one"])
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_are_targets_and_end_the_sequences(row: dict[str, Any], template: str) -> None:
     tokenizer, document = chat_tokenizer(template), tokenise(row, template)
@@ -99,7 +101,7 @@ def test_a_pair_is_the_conversations_it_has(chosen: str, rejected: str) -> None:
     made = Tokeniser(chat_tokenizer(), pairs_config(Path("x.jsonl")))
     for side, answer in zip(sides(document), (chosen, rejected), strict=True):
         talk = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": answer}]
-        alone = made.document(Record("", {"messages": talk, "tools": None}, 0))
+        [alone] = made.documents([Record("", {"messages": talk, "tools": None}, 0)])
         n = len(side.tokens_N)
         assert alone.targets_N is not None and side.targets_N is not None
         assert alone.tokens_N[:n].tolist() == side.tokens_N.tolist()

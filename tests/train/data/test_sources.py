@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,14 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 
 def values(path: Path, skip: int = 0, **settings: Any) -> list[Any]:
     source = SourceConfig((str(path),), **settings)
-    return [record.value for record in read_records(source, path, skip)]
+    found: list[Any] = []
+    begins = True
+    for record in read_records(source, path, skip):
+        assert record.begins == begins
+        found = [*found, record.value] if begins else [*found[:-1], found[-1] + record.value]
+        begins = record.ends
+    assert begins
+    return found
 
 
 def test_formats_give_the_same_records(tmp_path: Path) -> None:
@@ -51,6 +60,99 @@ def test_text_is_cut_the_same_whatever_the_blocks(
         assert values(path, separator="--") == [part for part in text.split("--") if part]
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text(st.sampled_from("ab\n\ré"), max_size=8), max_size=5), st.integers(1, 7))
+def test_line_feeds_of_a_separator_stand_for_crlf(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], block: int
+) -> None:
+    path = tmp_path_factory.mktemp("crlf") / "t.txt"
+    text = "\n\n".join(texts)
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK", block)
+        assert values(path, separator="\n\n") == [
+            part for part in re.split("\r?\n\r?\n", text) if part.strip()]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, text, expected in (("t.txt", "a--b", ["a--b"]), ("t.jsonl", '{"text": "a"}', ["a"]),
+                                 ("t.json", '[{"text": "a"}]', ["a"])):
+        path = tmp_path / name
+        path.write_bytes(codecs.BOM_UTF8 + text.encode())
+        assert values(path) == expected
+    (tmp_path / "t.txt").write_text("ab", "utf-16")
+    with pytest.raises(DataError, match="is not UTF-8: byte 0 of it is 0xff"):
+        values(tmp_path / "t.txt")
+
+
+def test_a_large_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose characters are cut by blocks, and errors still say which byte."""
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    path = tmp_path / "t.txt"
+    path.write_text("üßüß é\n" * 9, "utf-8")
+    source = SourceConfig((str(path),))
+    records = list(read_records(source, path))
+    assert max(record.size for record in records) <= 4 and len(records) > 9
+    assert values(path) == ["üßüß é\n" * 9]
+    path.write_bytes("üßü".encode() + b"\xc3")
+    with pytest.raises(DataError, match="byte 6 of it is 0xc3"):
+        values(path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner,
+                                                                max_size=3), max_leaves=8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.fixed_dictionaries({"text": st.text(max_size=9), "more": json_values}),
+                max_size=5), st.integers(1, 30), st.sampled_from([None, 1]), st.booleans())
+def test_an_array_is_read_as_it_comes(
+    tmp_path_factory: pytest.TempPathFactory, records: list[Any], block: int, indent: int | None,
+    ascii_only: bool
+) -> None:
+    path = tmp_path_factory.mktemp("json") / "t.json"
+    path.write_text(json.dumps(records, indent=indent, ensure_ascii=ascii_only), "utf-8",
+                    "surrogatepass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK", block)
+        assert values(path) == [record["text"] for record in records]
+        assert values(path, skip=2) == [record["text"] for record in records][2:]
+
+
+@pytest.mark.parametrize(("name", "content", "why"), [
+    ("t.json", '[{"text": "a"}, {"text": ', r"t\.json, record 2 is not valid JSON"),
+    ("t.json", '[{"text": "a"},', "ends after record 1, before its array does"),
+    ("t.json", '[{"text": "a"} {"text" "b"}]', "record 2 is not valid JSON: Expecting ':'"),
+    ("t.json", '[{"text": "a"}, 3]', r"record 2 must be a JSON object, but is of type int"),
+    ("t.json", '[{"text": "a"}] {}', "goes on after its array"),
+    ("t.json", '{"data": [\n]}', r"line 1 is not valid JSON"),
+    ("t.jsonl", '[{"text": "a"}]', "set the source's format to json"),
+    ("t.jsonl", '{"text": "a"}\n{"text": "b', "line 2 .* It is the last line and has no end"),
+    ("t.jsonl", '{"text": null}', "must be text, but is null"),
+    ("t.jsonl", '{"talk": [{"role": "user"}]}', "set the source's chat to true"),
+])
+def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: str, why: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError, match=why):
+        values(path)
+
+
+def test_parquet_columns_of_other_text_types(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    texts = ["a", "b", "a"]
+    for column in (pyarrow.array(texts, pyarrow.large_string()),
+                   pyarrow.array(texts).dictionary_encode(),
+                   pyarrow.array(texts, pyarrow.string_view())):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, row_group_size=2)
+        assert values(path) == texts
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+    with pytest.raises(DataError, match="row 2 must be text, but is null"):
+        values(path)
+
+
 def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROWS", 4)
     path = tmp_path / "t.parquet"
@@ -62,7 +164,8 @@ def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_chats_of_jsonl_and_parquet(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     rows = [{"messages": CHAT, "tools": tools}, {"messages": CHAT, "tools": None}]
-    expected = [{"messages": CHAT, "tools": tools}, {"messages": CHAT, "tools": None}]
+    expected = [{"messages": CHAT, "tools": found, "learned": [False, True]}
+                for found in (tools, None)]
     assert values(write_jsonl(tmp_path / "t.jsonl", rows), chat=True) == expected
     path = tmp_path / "t.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from kilter.tokens import Tokenizer
@@ -25,7 +27,7 @@ def tokenise(tokenizer: Tokenizer, value: Any, **settings: Any) -> Document:
     config = DataConfig((SourceConfig(("x.jsonl",)),), seq_len=8, **settings)
     if isinstance(value, list):
         value = {"messages": value, "tools": None}
-    return Tokeniser(tokenizer, config).document(Record("x.jsonl, line 7", value, 0))
+    return Tokeniser(tokenizer, config).documents([Record("x.jsonl, line 7", value, 0)])[0]
 
 
 def targets(tokenizer: Tokenizer, document: Document) -> list[str]:
@@ -45,6 +47,91 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     chat_tokenizer(MARKED).save(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def test_white_space_at_the_edges_of_a_turn_is_its_own() -> None:
+    """Some post-processors take white space out of offsets; its tokens then stand for nothing."""
+    tokenizer = chat_tokenizer(MARKED)
+    tokenizer._backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    talk = [TALK[0], {"role": "assistant", "content": " 4 "}]
+    assert targets(tokenizer, tokenise(tokenizer, talk)) == [" 4 <|im_end|>"]
+    only = chat_tokenizer("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+                          "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+                          "{% endfor %}")
+    only._backend.post_processor = tokenizer._backend.post_processor
+    talk = [TALK[0], {"role": "assistant", "content": " "}, TALK[0]]
+    assert targets(only, tokenise(only, talk)) == [" "]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.booleans(),
+                          st.text(st.sampled_from("he\n "), max_size=5)), min_size=1, max_size=6),
+       st.sampled_from([CHATML, MARKED]), st.sampled_from(["all", "last"]))
+def test_turns_of_weight_0_are_no_targets(
+    turns: list[tuple[str, bool, str]], template: str, which: Any
+) -> None:
+    """Against the same conversation, tokenised turn by turn."""
+    turns = [("user", False, "h"), *turns, ("assistant", True, "e")]
+    tokenizer, expected_ids, expected = chat_tokenizer(template), [], []
+    learned = [role == "assistant" and mine for role, mine, _ in turns]
+    for i, (role, _, content) in enumerate(turns):
+        for text, target in ((f"<|im_start|>{role}\n", False),
+                             (f"{content}<|im_end|>", learned[i] and (
+                                 which == "all" or i == len(turns) - 1)), ("\n", False)):
+            for part in re.split("(?<=>)|(?=<)", text):  # no merge reaches over a special token
+                ids = tokenizer.encode(part)
+                expected_ids += ids
+                expected += [target] * len(ids)
+    value = {"messages": [{"role": role, "content": content} for role, _, content in turns],
+             "tools": None, "learned": learned}
+    document = tokenise(tokenizer, value, chat=ChatConfig(turns=which))
+    assert document.targets_N is not None
+    whole = chat_tokenizer().decode
+    assert whole(document.tokens_N.tolist(), False) == whole(expected_ids, False)
+    # A line feed that begins an answer may be one token with that before it.
+    if document.tokens_N.tolist() == expected_ids:
+        assert document.targets_N.tolist() == expected
+
+
+def test_weights_need_marks_that_can_be_told_apart() -> None:
+    double = MARKED.replace("{% generation %}{{ message['content'] + '<|im_end|>' }}",
+                            "{% generation %}{{ message['content'] }}{% endgeneration %}"
+                            "{% generation %}{{ '<|im_end|>' }}")
+    value = {"messages": TALK, "tools": None, "learned": [False, True, False, True]}
+    tokenizer = chat_tokenizer(double)
+    assert targets(tokenizer, tokenise(tokenizer, value)) == [
+        "\n\nhe: 4<|im_end|>", "yes\n<|im_end|>"]  # one token has the line feed before it
+    with pytest.raises(DataError, match=r"2 turns are to be learned, but .* marks 4"):
+        tokenise(tokenizer, {**value, "learned": [False, False, False, True]})
+
+
+def test_what_a_template_would_leave_out_is_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    for value, why in (({"messages": TALK, "tools": tools}, "does not show any"),
+                       ({"messages": [TALK[0], call], "tools": None}, "has tool_calls, but")):
+        with pytest.raises(DataError, match=rf"line 7: .*{why}"):
+            tokenise(chat_tokenizer(), value)
+    shows = ("{{ tools | tojson }}" + CHATML).replace(
+        "message['content']", "message['content'] + (message.tool_calls or '') | string")
+    text = chat_tokenizer().decode(tokenise(
+        chat_tokenizer(shows), {"messages": [TALK[0], call], "tools": tools},
+        chat=ChatConfig(turns="last")).tokens_N.tolist(), False)
+    assert '"name": "f"' in text and "'name': 'f'" in text
+    with pytest.raises(DataError, match="variables has 'thinking', which the template does not"):
+        tokenise(chat_tokenizer(), TALK, chat=ChatConfig(variables={"thinking": False}))
+
+
+def test_one_bad_record_of_a_batch_is_named() -> None:
+    records = [Record(f"x, line {i}", text, 0) for i, text in enumerate(["a", "b", "\ud800", "c"])]
+    config = DataConfig((SourceConfig(("x.jsonl",)),), 8)
+    with pytest.raises(DataError, match="x, line 2: The text holds a lone surrogate"):
+        Tokeniser(chat_tokenizer(), config).documents(records)
+
+
+def test_an_empty_text_teaches_nothing() -> None:
+    assert len(tokenise(chat_tokenizer(bos=True), "", bos=True).tokens_N) == 0
+    assert len(tokenise(chat_tokenizer(bos=True), "a", bos=True).tokens_N) == 3
 
 
 messages = st.lists(

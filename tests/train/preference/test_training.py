@@ -17,11 +17,12 @@ from transformers import (
 
 from kilter.job import JobError
 from kilter.train.checkpoint import CheckpointError
+from kilter.train.metrics import forward_flops
 from kilter.weights.bridge import open_model
 from kilter.weights.errors import WeightsError
 from kilter.weights.load import load_decoder
 from tests.train.preference.pairs_run import folder, inputs, pairs_job, rows
-from tests.train.tiny_run import losses, metrics, run, tensors
+from tests.train.tiny_run import losses, metrics, new_run, run, tensors
 
 __all__ = ["folder", "inputs"]
 
@@ -55,6 +56,26 @@ def test_the_first_step_of_dpo_is_known(folder: Path, loss: str, lora: bool) -> 
     assert losses(job)[1] == {"sigmoid": math.log(2.0), "ipo": 4.0}[loss]
     assert metrics(job)[0]["margin"] == 0.0 == metrics(job)[0]["chosen_reward"]
     assert losses(job)[2] != losses(job)[1]
+
+
+def test_mfu_counts_the_forward_pass_of_a_reference(folder: Path) -> None:
+    """Which is the model's own without its adapters, once for three times all of it."""
+    job = pairs_job(folder, "dpo", lora={"rank": 2}, steps=1)
+    run(None, job)
+    [line] = metrics(job)
+    with new_run(pairs_job(folder, "dpo", steps=1, output=str(folder / "other"))) as made:
+        spec, shards = made.inputs.spec, made.spread.shards
+        packs = made.loader.next_step()
+    lengths = [n for pack in packs for n in pack.cu_seqlens_S1.diff().tolist()]
+    base = sum(shard.shape[0] * shard.shape[1] for name, shard in shards.items()
+               if len(shard.shape) == 2 and (spec.tied_head or name != "embed.weight"))
+    d, f = spec.hidden_size, spec.ffn_size
+    kv, q = spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
+    adapters = spec.num_layers * 2 * sum(
+        a + b for a, b in [(d, q), (d, kv), (d, kv), (q, d), (d, f), (d, f), (f, d)])
+    flops = 3 * forward_flops(spec, base + adapters, lengths) + forward_flops(spec, base, lengths)
+    assert line["tokens"] == sum(lengths)
+    assert line["mfu"] * 1e9 / line["tokens_per_second"] * sum(lengths) == pytest.approx(flops)
 
 
 def conversations(folder: Path) -> list[list[tuple[torch.Tensor, int]]]:
@@ -201,7 +222,6 @@ def test_a_reference_of_something_else_is_refused(folder: Path) -> None:
     ("sft", {}, "kind is sft, but a data source has pairs"),
     ("reward", {"data": {"sources": [{"paths": ["x.jsonl"], "chat": True}]}}, "has no pairs"),
     ("reward", {"data": {"long_documents": "split"}}, 'Set it to "drop"'),
-    ("dpo", {"layout": {"cp": 2}}, "context parallelism is not there yet for kind = dpo"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_is_said(inputs: Path, kind: str, changes: dict[str, Any], sentence: str
                                 ) -> None:

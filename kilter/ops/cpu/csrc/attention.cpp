@@ -61,7 +61,7 @@ struct Segment {
 // that no key has reached has sum 0.
 struct Partial {
   float *top, *sum, *acc;
-  static size_t floats(long rows, long width) { return size_t(round_up(2 * rows, 16) + rows * width); }
+  static long floats(long rows, long width) { return round_up(2 * rows, 16) + rows * width; }
   static Partial at(float* p, long rows) { return {p, p + rows, p + round_up(2 * rows, 16)}; }
 };
 
@@ -90,24 +90,14 @@ class Worker {
       : a_(a), tile_(tile), per_(a->heads / a->groups), rows_(tile.num_tokens * per_),
         all_rows_(rows_ * tile.num_groups), width_(round_up(a->dim, 16)) {
     thread_local Scratch scratch;
-    const size_t sizes[] = {
-        size_t(round_up(all_rows_ * a->dim, 16)), size_t(kSub * a->dim),
-        size_t(all_rows_ * kScoreStride),                size_t(kSub * round_up(width_, kPanel)),
-        Partial::floats(all_rows_, width_),              Partial::floats(all_rows_, width_)};
-    size_t total = 0;
-    for (size_t s : sizes) total += s;
-    float* p = scratch.get(long(total));
-    float* parts[6];
-    for (int i = 0; i < 6; ++i) {
-      parts[i] = p;
-      p += sizes[i];
-    }
-    q_ = parts[0];
-    keys_ = parts[1];
-    scores_ = parts[2];
-    values_ = parts[3];
-    chunk_ = Partial::at(parts[4], all_rows_);
-    whole_ = Partial::at(parts[5], all_rows_);
+    float *chunk, *whole;
+    const long partial = Partial::floats(all_rows_, width_);
+    scratch.get({{&q_, all_rows_ * a->dim}, {&keys_, kSub * a->dim},
+                 {&scores_, all_rows_ * kScoreStride},
+                 {&values_, kSub * round_up(width_, kPanel)}, {&chunk, partial},
+                 {&whole, partial}});
+    chunk_ = Partial::at(chunk, all_rows_);
+    whole_ = Partial::at(whole, all_rows_);
   }
 
   void whole() {
@@ -134,13 +124,20 @@ class Worker {
 
  private:
   Partial part(long c, float* partials) const {
-    const size_t size = Partial::floats(all_rows_, width_);
-    return Partial::at(partials + size_t(c - tile_.first) * size, all_rows_);
+    return Partial::at(partials + (c - tile_.first) * Partial::floats(all_rows_, width_),
+                       all_rows_);
   }
 
   long high(long token) const { return tile_.position + token + 1; }
   long low(long token) const {
     return a_->window ? std::max(0L, high(token) - a_->window) : 0L;
+  }
+  // Of a KV head's row, counted from key `first`.
+  auto low_of(long first) const {
+    return [=, this](long m) { return low(m / per_) - first; };
+  }
+  auto high_of(long first) const {
+    return [=, this](long m) { return high(m / per_) - first; };
   }
   long row(long group, long m) const {  // of the output
     return (tile_.token + m / per_) * a_->heads + (tile_.group + group) * per_ + m % per_;
@@ -179,7 +176,8 @@ class Worker {
           turn_keys(keys, offset_ + sub + i, a_->dim,
                     keys_ + i / kPanel * kPanel * a_->dim + i % kPanel);
         }
-        score(g, start, sub);
+        score_seen(rows_, q_ + g * rows_ * a_->dim, keys_, a_->dim, low_of(start + sub),
+                   high_of(start + sub), scores_ + g * rows_ * kScoreStride + sub);
       }
     for (long m = 0; m < all_rows_; ++m) softmax(m, start, to);
     std::fill_n(to.acc, all_rows_ * width_, 0.0f);
@@ -190,18 +188,23 @@ class Worker {
         const long* at = offset_ + sub;
         if (!direct) {
           fetch(ahead, at + kSub, kSub);
-          gather_values(values, at, std::min(kSub, end - sub));
+          for (long key = 0; key < std::min(kSub, end - sub); ++key)
+            lay_values(values + at[key], a_->dim, values_ + key * kPanel);
         }
         for (long i = 0; i < width_; i += kPanel) {
-          const int vectors = int(std::min(kPanel, width_ - i) / 16);
+          const auto add = [&](auto value) {
+            add_values(rows_, int(std::min(kPanel, width_ - i) / 16),
+                       scores_ + g * rows_ * kScoreStride + sub, low_of(start + sub),
+                       high_of(start + sub), value, to.acc + g * rows_ * width_ + i, width_);
+          };
           if (direct)
-            multiply(g, start, sub, vectors, i, to.acc, [=](long key) {
+            add([=](long key) {
               for (long j = i; j < i + kPanel; j += 64 / sizeof(T))
                 __builtin_prefetch(ahead + at[kSub + key] + j);
               return values + at[key] + i;
             });
           else
-            multiply(g, start, sub, vectors, i, to.acc, Gathered{values_ + i * kSub});
+            add(Laid{values_ + i * kSub});
         }
       }
   }
@@ -236,31 +239,6 @@ class Worker {
     return true;
   }
 
-  void score(long group, long start, long sub) const {
-    const float* q = q_ + group * rows_ * a_->dim;
-    for (long m = 0; m < rows_; m += kBlock) {
-      const long rows = std::min<long>(kBlock, rows_ - m), first = start + sub;
-      const long from = std::max(low(m / per_) - first, 0L) / 16;
-      const long upto = (std::min(high((m + rows - 1) / per_) - first, kSub) + 15) / 16;
-      if (from < upto)
-        kScoreRows[rows](q + m * a_->dim, keys_, a_->dim, from, upto,
-                         scores_ + (group * rows_ + m) * kScoreStride + sub);
-    }
-  }
-
-  // Widened to fp32 and laid out [panel][key][kPanel].
-  void gather_values(const T* values, const long* offset, long n) {
-    const long full = a_->dim / 16 * 16;
-    for (long key = 0; key < n; ++key) {
-      const T* from = values + offset[key];
-      float* to = values_ + key * kPanel;
-      for (long i = 0; i < full; i += 16)
-        store(to + i / kPanel * kPanel * kSub + i % kPanel, load(from + i));
-      if (full < a_->dim)
-        store(to + full / kPanel * kPanel * kSub + full % kPanel, load_n(from + full, a_->dim - full));
-    }
-  }
-
   void softmax(long m, long start, const Partial& to) {
     const long token = m % rows_ / per_;
     const long begin = std::max(low(token) - start, 0L);
@@ -269,55 +247,9 @@ class Worker {
       to.sum[m] = 0.0f;
       return;
     }
-    static constexpr float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const f32x16 lane = load(lanes), never = set1(-INFINITY);
-    float* s = scores_ + m * kScoreStride;
-    const long first = begin / 16 * 16, last = (end - 1) / 16 * 16;
-    store(s + first, select_lt(lane, set1(float(begin - first)), never, load(s + first)));
-    store(s + last, select_lt(lane, set1(float(end - last)), load(s + last), never));
-    f32x16 top[2] = {load(s + first), load(s + last)};
-    long at = first;
-    for (; at + 16 <= last; at += 32)
-      for (int j = 0; j < 2; ++j) top[j] = max(top[j], load(s + at + 16 * j));
-    to.top[m] = reduce_max(max(top[0], top[1]));
-    const f32x16 shift = set1(to.top[m]);
-    f32x16 sum = zero();
-    for (long i = first; i <= last; i += 16) {
-      f32x16 p = exp_down(load(s + i) - shift);
-      sum = sum + p;
-      store(s + i, p);
-    }
-    to.sum[m] = reduce_add(sum);
-  }
-
-  // acc[m][column, + 16 vectors) += p[m] * values over kSub keys from `sub`, every row over its
-  // own range: where the rows of a block differ, those keys are done row by row.
-  template <class Value>
-  void multiply(long group, long start, long sub, int vectors, long column, float* acc,
-                Value value) const {
-    const long first = start + sub;
-    for (long m = 0; m < rows_; m += kBlock) {
-      const long rows = std::min<long>(kBlock, rows_ - m), last = (m + rows - 1) / per_;
-      const long begin = std::max(low(last) - first, 0L);
-      const long end = std::min(high(m / per_) - first, kSub);
-      const float* p = scores_ + (group * rows_ + m) * kScoreStride + sub;
-      float* out = acc + (group * rows_ + m) * width_ + column;
-      const auto single = [&](long r, long from, long upto) {
-        from = std::max(from, low((m + r) / per_) - first);
-        upto = std::min(upto, high((m + r) / per_) - first);
-        if (from < upto)
-          value_rows(1, vectors, p + r * kScoreStride, from, upto, value, out + r * width_, width_);
-      };
-      if (begin >= end) {
-        for (long r = 0; r < rows; ++r) single(r, 0, kSub);
-        continue;
-      }
-      if (begin > 0)
-        for (long r = 0; r < rows; ++r) single(r, 0, begin);
-      value_rows(int(rows), vectors, p, begin, end, value, out, width_);
-      if (end < kSub)
-        for (long r = 0; r < rows; ++r) single(r, end, kSub);
-    }
+    float* scores = scores_ + m * kScoreStride;
+    to.top[m] = top_score(scores, begin, end);
+    to.sum[m] = probabilities(scores, begin, end, to.top[m]);
   }
 
   void finish() const {
@@ -390,7 +322,7 @@ void run(const KtAttentionArgs* a) {
   const long width = round_up(a->dim, 16), per = a->heads / a->groups;
   segments.clear();
   cut.clear();
-  size_t floats = 0;
+  long floats = 0;
   // Back to front: the longest contexts of a prefill are started first.
   for (long i = long(tiles.size()) - 1; i >= 0; --i) {
     Tile& tile = tiles[i];
@@ -401,12 +333,12 @@ void run(const KtAttentionArgs* a) {
       continue;
     }
     cut.push_back(i);
-    tile.partial = long(floats);
-    floats += size_t(chunks) * Partial::floats(tile.num_tokens * per * tile.num_groups, width);
+    tile.partial = floats;
+    floats += chunks * Partial::floats(tile.num_tokens * per * tile.num_groups, width);
     for (long p = 0; p < parts; ++p)
       segments.push_back({i, tile.first + chunks * p / parts, tile.first + chunks * (p + 1) / parts});
   }
-  float* parts = floats ? partials.get(long(floats)) : nullptr;
+  float* parts = floats ? partials.get(floats) : nullptr;
   const Tile* tile_of = tiles.data();
   const Segment* segment_of = segments.data();
   parallel_for(long(segments.size()), [=](long i, int) {

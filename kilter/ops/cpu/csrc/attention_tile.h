@@ -1,8 +1,10 @@
-// The register tiles of attention: keys turned to columns, scores = q * keys, out += p * values.
+// The register tiles of attention: keys turned to columns, scores = q * keys, out += p * values;
+// and, made of them, what rows do that each see a range of keys.
 //
 // Each score is one chain over the head dimension and each output one chain over keys, in order,
 // whatever the tile's size, so how rows are grouped never shows in the result.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "scratch.h"
@@ -60,26 +62,6 @@ KT_INLINE f32x16 high_bf16(f32x16 words) {
   return {_mm512_and_ps(words.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000u))))};
 }
 #elif KT_AVX2
-KT_INLINE void turn_8x8(__m256* x) {
-  __m256 t[8], u[8];
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    x[j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x20);
-    x[4 + j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
-  }
-}
 template <class Load, class Emit>
 KT_INLINE void turn_words(Load load, Emit emit) {
   __m256 q[4][8];  // quarters: rows 0-7 and 8-15 of words 0-7, then of words 8-15
@@ -238,11 +220,89 @@ void value_rows(int rows, int vectors, const float* p, long begin, long end, Val
   }
 }
 
-// Values that were widened into a panel.
-struct Gathered {
+// One key's values among those of kSub keys, widened to fp32 and laid out [panel][key][kPanel].
+template <class T>
+KT_INLINE void lay_values(const T* from, long dim, float* to) {
+  const long full = dim / 16 * 16;
+  for (long i = 0; i < full; i += 16)
+    store(to + i / kPanel * kPanel * kSub + i % kPanel, load(from + i));
+  if (full < dim)
+    store(to + full / kPanel * kPanel * kSub + full % kPanel, load_n(from + full, dim - full));
+}
+
+// A panel of them.
+struct Laid {
   const float* panel;
   const float* operator()(long key) const { return panel + key * kPanel; }
 };
+
+// Below, row m sees keys [low(m), high(m)) of kSub keys or more, numbers that grow with m and may
+// lie beyond either end.
+
+// The scores of `rows` rows with kSub turned keys, where they see them.
+template <class Low, class High>
+KT_INLINE void score_seen(long rows, const float* q, const float* keys, long dim, Low low,
+                          High high, float* scores) {
+  for (long m = 0; m < rows; m += kBlock) {
+    const long height = std::min<long>(kBlock, rows - m);
+    const long from = std::max(low(m), 0L) / 16;
+    const long upto = (std::min(high(m + height - 1), kSub) + 15) / 16;
+    if (from < upto)
+      kScoreRows[height](q + m * dim, keys, dim, from, upto, scores + m * kScoreStride);
+  }
+}
+
+// The largest of a row's scores [begin, end); around them, up to whole vectors, they become -inf.
+KT_INLINE float top_score(float* scores, long begin, long end) {
+  static constexpr float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const f32x16 lane = load(lanes), never = set1(-INFINITY);
+  const long first = begin / 16 * 16, last = (end - 1) / 16 * 16;
+  float *head = scores + first, *tail = scores + last;
+  store(head, select_lt(lane, set1(float(begin - first)), never, load(head)));
+  store(tail, select_lt(lane, set1(float(end - last)), load(tail), never));
+  f32x16 top[2] = {load(head), load(tail)};
+  for (long i = first; i + 16 <= last; i += 32)
+    for (int j = 0; j < 2; ++j) top[j] = max(top[j], load(scores + i + 16 * j));
+  return reduce_max(max(top[0], top[1]));
+}
+
+// Then p = exp(score - top) in their place; returns the sum, of 16 lanes.
+KT_INLINE float probabilities(float* scores, long begin, long end, float top) {
+  const f32x16 shift = set1(top);
+  f32x16 sum = zero();
+  for (long i = begin / 16 * 16; i < end; i += 16) {
+    const f32x16 p = exp_down(load(scores + i) - shift);
+    sum = sum + p;
+    store(scores + i, p);
+  }
+  return reduce_add(sum);
+}
+
+// out[m][0, 16 vectors) += p[m] * values over kSub keys, every row over its own range: where the
+// rows of a block differ, those keys are done row by row.
+template <class Low, class High, class Value>
+KT_INLINE void add_values(long rows, int vectors, const float* p, Low low, High high, Value value,
+                          float* out, long stride) {
+  for (long m = 0; m < rows; m += kBlock, p += kBlock * kScoreStride, out += kBlock * stride) {
+    const long height = std::min<long>(kBlock, rows - m);
+    const long begin = std::max(low(m + height - 1), 0L), end = std::min(high(m), kSub);
+    const auto single = [&](long r, long from, long upto) {
+      from = std::max(from, low(m + r));
+      upto = std::min(upto, high(m + r));
+      if (from < upto)
+        value_rows(1, vectors, p + r * kScoreStride, from, upto, value, out + r * stride, stride);
+    };
+    if (begin >= end) {
+      for (long r = 0; r < height; ++r) single(r, 0, kSub);
+      continue;
+    }
+    if (begin > 0)
+      for (long r = 0; r < height; ++r) single(r, 0, begin);
+    value_rows(int(height), vectors, p, begin, end, value, out, stride);
+    if (end < kSub)
+      for (long r = 0; r < height; ++r) single(r, end, kSub);
+  }
+}
 
 }  // namespace
 }  // namespace kt

@@ -12,7 +12,6 @@
 // rows. Its chunks are those that the band leaves of each run; within one, rows are computed six at
 // a time over the keys they have in common and one by one at the band's edge.
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "attention_tile.h"
@@ -55,18 +54,9 @@ class Worker {
       : a_(a), tile_(tile), per_(a->heads / a->groups), rows_(tile.num_tokens * per_),
         width_(round_up(a->dim, 16)) {
     thread_local Scratch scratch;
-    const std::pair<float**, long> parts[] = {
-        {&q_, round_up(rows_ * a->dim, 16)}, {&keys_, kSub * a->dim},
-        {&scores_, rows_ * kScoreStride},    {&values_, kSub * round_up(width_, kPanel)},
-        {&acc_, rows_ * width_},             {&top_, round_up(rows_, 16)},
-        {&sum_, round_up(rows_, 16)}};
-    long total = 0;
-    for (const auto& part : parts) total += part.second;
-    float* memory = scratch.get(total);
-    for (const auto& [part, size] : parts) {
-      *part = memory;
-      memory += size;
-    }
+    scratch.get({{&q_, rows_ * a->dim}, {&keys_, kSub * a->dim},
+                 {&scores_, rows_ * kScoreStride}, {&values_, kSub * round_up(width_, kPanel)},
+                 {&acc_, rows_ * width_}, {&top_, rows_}, {&sum_, rows_}});
   }
 
   void work() {
@@ -86,6 +76,12 @@ class Worker {
   // The keys of the run that row m sees.
   long low(long m) const { return run_->key_begin(tile_.token + m / per_); }
   long high(long m) const { return run_->key_end(tile_.token + m / per_); }
+  auto low_of(long first) const {  // counted from key `first`
+    return [=, this](long m) { return low(m) - first; };
+  }
+  auto high_of(long first) const {
+    return [=, this](long m) { return high(m) - first; };
+  }
   long row(long m) const {  // of q and the output
     return (tile_.runs->q0 + tile_.token + m / per_) * a_->heads + tile_.group * per_ + m % per_;
   }
@@ -108,59 +104,27 @@ class Worker {
           offset[lane] = base + std::clamp(sub + i + lane, begin, end - 1) * stride;
         turn_keys(a_->k, offset, a_->dim, keys_ + i / kPanel * kPanel * a_->dim + i % kPanel);
       }
-      score(start, sub);
+      score_seen(rows_, q_, keys_, a_->dim, low_of(start + sub), high_of(start + sub),
+                 scores_ + sub);
     }
     for (long m = 0; m < rows_; ++m) softmax(m, start);
     for (long sub = first; sub < end; sub += kSub) {
-      const long from = std::max(sub, begin);
-      gather_values(a_->v + base + from * stride, stride, from - sub,
-                    std::min(kSub, end - sub));
+      for (long key = std::max(sub, begin); key < std::min(sub + kSub, end); ++key)
+        lay_values(a_->v + base + key * stride, a_->dim, values_ + (key - sub) * kPanel);
       for (long i = 0; i < width_; i += kPanel)
-        multiply(start, sub, int(std::min(kPanel, width_ - i) / 16), i);
+        add_values(rows_, int(std::min(kPanel, width_ - i) / 16), scores_ + sub,
+                   low_of(start + sub), high_of(start + sub), Laid{values_ + i * kSub}, acc_ + i,
+                   width_);
     }
-  }
-
-  void score(long start, long sub) const {
-    for (long m = 0; m < rows_; m += kBlock) {
-      const long rows = std::min<long>(kBlock, rows_ - m), first = start + sub;
-      const long from = std::max(low(m) - first, 0L) / 16;
-      const long upto = (std::min(high(m + rows - 1) - first, kSub) + 15) / 16;
-      if (from < upto)
-        kScoreRows[rows](q_ + m * a_->dim, keys_, a_->dim, from, upto,
-                         scores_ + m * kScoreStride + sub);
-    }
-  }
-
-  // Keys [from, upto) of the sub, laid out [panel][key][kPanel].
-  void gather_values(const float* values, long stride, long from, long upto) {
-    for (long key = from; key < upto; ++key, values += stride)
-      for (long i = 0; i < a_->dim; i += 16)
-        store(values_ + (i / kPanel * kSub + key) * kPanel + i % kPanel,
-              load_n(values + i, a_->dim - i));
   }
 
   // Scores of a row to p in their place.
   void softmax(long m, long start) {
     const long begin = std::max(low(m) - start, 0L), end = std::min(high(m) - start, kChunk);
     if (begin >= end) return;
-    static constexpr float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const f32x16 lane = load(lanes), never = set1(-INFINITY);
-    float* s = scores_ + m * kScoreStride;
-    const long first = begin / 16 * 16, last = (end - 1) / 16 * 16;
-    store(s + first, select_lt(lane, set1(float(begin - first)), never, load(s + first)));
-    store(s + last, select_lt(lane, set1(float(end - last)), load(s + last), never));
-    f32x16 top[2] = {load(s + first), load(s + last)};
-    for (long i = first; i + 16 <= last; i += 32)
-      for (int j = 0; j < 2; ++j) top[j] = max(top[j], load(s + i + 16 * j));
-    raise(m, reduce_max(max(top[0], top[1])));
-    const f32x16 shift = set1(top_[m]);
-    f32x16 sum = zero();
-    for (long i = first; i <= last; i += 16) {
-      f32x16 p = exp_down(load(s + i) - shift);
-      sum = sum + p;
-      store(s + i, p);
-    }
-    sum_[m] += reduce_add(sum);
+    float* scores = scores_ + m * kScoreStride;
+    raise(m, top_score(scores, begin, end));
+    sum_[m] += probabilities(scores, begin, end, top_[m]);
   }
 
   void raise(long m, float top) {
@@ -174,35 +138,6 @@ class Worker {
       for (long i = 0; i < width_; i += 16) store(acc + i, load(acc + i) * factor);
     }
     top_[m] = top;
-  }
-
-  // acc[m][column, + 16 vectors) += p[m] * values over kSub keys from `sub`, every row over its
-  // own range: where the rows of a block differ, those keys are done row by row.
-  void multiply(long start, long sub, int vectors, long column) const {
-    const long first = start + sub;
-    const Gathered value{values_ + column * kSub};
-    for (long m = 0; m < rows_; m += kBlock) {
-      const long rows = std::min<long>(kBlock, rows_ - m);
-      const long begin = std::max(low(m + rows - 1) - first, 0L);
-      const long end = std::min(high(m) - first, kSub);
-      const float* p = scores_ + m * kScoreStride + sub;
-      float* out = acc_ + m * width_ + column;
-      const auto single = [&](long r, long from, long upto) {
-        from = std::max(from, low(m + r) - first);
-        upto = std::min(upto, high(m + r) - first);
-        if (from < upto)
-          value_rows(1, vectors, p + r * kScoreStride, from, upto, value, out + r * width_, width_);
-      };
-      if (begin >= end) {
-        for (long r = 0; r < rows; ++r) single(r, 0, kSub);
-        continue;
-      }
-      if (begin > 0)
-        for (long r = 0; r < rows; ++r) single(r, 0, begin);
-      value_rows(int(rows), vectors, p, begin, end, value, out, width_);
-      if (end < kSub)
-        for (long r = 0; r < rows; ++r) single(r, end, kSub);
-    }
   }
 
   void finish() const {

@@ -4,9 +4,11 @@
 //
 //   dV = P' dO,   dS = P (dO V' - D),   dQ = scale dS K,   dK = scale dS' Q.
 //
-// As in attention_grad.cpp, two passes share nothing but D, so that every output has one writer and
-// one order of summation whatever the threads: by keys (dK and dV, where columns are the
-// (token, head) rows of the runs that hold the keys) and by queries (dQ, where columns are keys).
+// Two passes share nothing but D, so that every output has one writer and one order of summation
+// whatever the threads: by keys (dK and dV, where columns are the (token, head) rows of the runs
+// that hold the keys) and by queries (dQ, where columns are keys). Both compute two small products
+// per block, a row's columns being one contiguous range of them, and then sum over the columns in
+// order.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -56,20 +58,12 @@ class Worker {
         chunk_(std::clamp(16384 / width_ / kSub * kSub, kSub, kChunk)) {
     thread_local Scratch scratch;
     const long rows = std::max(kRows, per_), stats = std::max(chunk_, round_up(rows, 16));
-    const std::pair<float**, long> parts[] = {
-        {&one_, rows * width_},          {&two_, rows * width_},
-        {&p_, rows * kScoreStride},      {&ds_, rows * kScoreStride},
-        {&sum_one_, rows * width_},      {&sum_two_, rows * width_},
-        {&columns_.one, chunk_ * width_},        {&columns_.two, chunk_ * width_},
-        {&columns_.turned_one, chunk_ * width_}, {&columns_.turned_two, chunk_ * width_},
-        {&lse_, stats},                  {&delta_of_, stats}};
-    long total = 0;
-    for (const auto& part : parts) total += part.second;
-    float* memory = scratch.get(total);
-    for (const auto& [part, size] : parts) {
-      *part = memory;
-      memory += size;
-    }
+    scratch.get({{&one_, rows * width_}, {&two_, rows * width_},
+                 {&p_, rows * kScoreStride}, {&ds_, rows * kScoreStride},
+                 {&sum_one_, rows * width_}, {&sum_two_, rows * width_},
+                 {&columns_.one, chunk_ * width_}, {&columns_.two, chunk_ * width_},
+                 {&columns_.turned_one, chunk_ * width_}, {&columns_.turned_two, chunk_ * width_},
+                 {&lse_, stats}, {&delta_of_, stats}});
   }
 
   // dK and dV of the block's keys.

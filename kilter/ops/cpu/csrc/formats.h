@@ -17,6 +17,7 @@
 #include "simd.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace kt {
 
@@ -88,6 +89,7 @@ struct Elements {
     struct Eight {
       const T* p;
       KT_INLINE f32x16 operator[](int j) const { return load(p + j * 16); }
+      KT_INLINE const bf16* raw(int j) const requires std::is_same_v<T, bf16> { return p + j * 16; }
     };
     KT_INLINE Eight eight(long k) const { return {p + k * 16}; }
     KT_INLINE f32x16 one(long k) const { return load(p + k * 16); }
@@ -196,5 +198,8 @@ struct Int4 : Grouped {
 
 // Weights k0..k1 of panel p as fp32 [k1 - k0][16], for any storage.
 void widen(const Layout& w, long p, long k0, long k1, float* out);
+// The same as words of pairs.h: bf16 pairs [(k1 - k0 + 1) / 2][16] with the instruction, else
+// rounded fp32 [k1 - k0][16] in the order of pairs. k0 is the first of a pair.
+void halve(const Layout& w, long p, long k0, long k1, float* out);
 
 }  // namespace kt

@@ -2,17 +2,19 @@
 //
 // The law: y[t][n] is one chain of fma over k = 0..K-1 from zero (with `splits` V: one chain per
 // equal part of K, the parts added in a balanced tree), then + bias, then residual +. Rows, tiles,
-// threads and storage decide only who computes it and when.
+// threads and storage decide only who computes it and when. `halved`, x and W are rounded to bf16
+// first and the chain takes k in the order of pairs.h.
 //
 // Work is cut along the outputs into panels and, for many rows, along the rows. A thread takes a
 // run of panels, then for each block of four panels:
 //
 //   few rows    one pass over k straight from the packed weights, all sums in registers
-//   many rows   for each stretch of k: weights as fp32 in L1 (widened to scratch unless they are
-//               fp32 already), then every tile of up to six rows over them
+//   many rows   for each stretch of k: weights as words in L1 (made into scratch unless they lie
+//               so), then every tile of up to six rows over them
 //
-// Where there are several blocks of rows, weights that are not fp32 panels are widened once for all
-// of them, a segment of a few megabytes at a time.
+// A word is an fp32 number, or, halved and where the processor has the instruction, a pair of bf16.
+// Where there are several blocks of rows, weights that are not panels of words are made such once
+// for all of them, a segment of a few megabytes at a time.
 //
 // The sums land in a scratch [rows][64]; the epilogue turns them into outputs.
 #include <atomic>
@@ -25,13 +27,14 @@
 namespace kt {
 
 struct KtLinearArgs {
-  const float* x;         // [rows][ldx], k used
+  const void* x;          // [rows][ldx], k used; fp32, or bf16 if x_bf16
   const float* bias;      // [n] or null
   const float* residual;  // [rows][ld_residual] or null
   float* y;               // [rows][n], gated: [rows][n / 2]
   int64_t rows, ldx, ld_residual;
   KtMatrix w;
   int32_t splits, activation;  // activation -1: not gated
+  int32_t halved, x_bf16;      // x may be bf16 where halved
 };
 
 namespace {
@@ -39,9 +42,9 @@ namespace {
 constexpr int kBlock = 4;          // panels in a block
 constexpr int kWidth = kBlock * 16;
 constexpr long kRowBlock = 96;     // most rows of a block: they and their sums stay in L2
-constexpr long kSegment = 1 << 20;  // fp32 weights widened for all rows: they stay in L3
+constexpr long kSegment = 1 << 20;  // words of weights made for all rows: they stay in L3
 #if KT_AVX512
-constexpr long kDepth = 128;       // stretch of k: four panels of it are 32 KB
+constexpr long kDepth = 128;       // stretch of words: four panels of it are 32 KB
 #else
 constexpr long kDepth = 320;       // one panel of it is 20 KB
 #endif
@@ -60,30 +63,71 @@ class Linear {
       : a(args), w(args.w), gated(args.activation >= 0),
         units(gated ? w.half_panels : w.panels), unit_panels(gated ? 2 : 1),
         row_blocks((a.rows + kRowBlock - 1) / kRowBlock),
-        block_rows(round_up((a.rows + row_blocks - 1) / std::max(row_blocks, 1L), kTileRows)) {
-    const bool aligned = !w.grouped() || a.splits == 1 || w.k / a.splits % w.group == 0;
-    direct = !w.plain() && aligned && read_directly(w.storage, a.rows);
+        block_rows(round_up((a.rows + row_blocks - 1) / std::max(row_blocks, 1L), kTileRows)),
+        halved(a.halved), step(halved ? kPairStep : 1), depth(w.k / a.splits),
+        span((depth + step - 1) / step), words(a.splits * span), x((const float*)a.x),
+        ldx(a.ldx) {
+    const bool aligned = !w.grouped() || a.splits == 1 || depth % w.group == 0;
+    direct = !w.plain() && aligned && depth % step == 0 && read_directly(w.storage, a.rows);
   }
 
   void run() {
     if (!units || !a.rows) return;
-    if (w.storage == kFp32 || row_blocks == 1 || !w.k) return run_units(units);
-    thread_local Scratch scratch;
-    const long unit_floats = unit_panels * w.k * 16;
-    const long most = std::clamp(kSegment / unit_floats, long(kBlock), units);
-    float* memory = scratch.get(most * unit_floats);
+    thread_local Scratch rounded, scratch;
+    if (halved) halve_rows(rounded);
+    if (lies_as_words() || row_blocks == 1 || !w.k) return run_units(units);
+    const long unit_words = unit_panels * words * 16;
+    const long most = std::clamp(kSegment / unit_words, long(kBlock), units);
+    float* memory = scratch.get(most * unit_words);
     for (long count; first_unit < units; first_unit += count) {
       count = std::min(most, units - first_unit);
       parallel_for(count * unit_panels, [&](long i, int) {
+        const FlushTiny flush(halved);
         const long panel = first_unit + i / unit_panels + i % unit_panels * w.half_panels;
-        widen(w, panel, 0, w.k, memory + i * w.k * 16);
+        for (long part = 0; part < a.splits; ++part)
+          make_words(panel, part, 0, span, memory + (i * words + part * span) * 16);
       });
-      widened = memory;
+      made = memory;
       run_units(count);
     }
   }
 
  private:
+  // x as the halved kernels take it: each part's words, then the next part's.
+  void halve_rows(Scratch& scratch) {
+    if (KT_PAIRS && a.x_bf16 && depth % 2 == 0 && a.ldx % 2 == 0) {
+      ldx = a.ldx / 2;
+      return;
+    }
+    ldx = words;
+    float* out = scratch.get(a.rows * words);
+    x = out;
+    const long most = std::max(1L, 32768 / std::max(w.k, 1L));
+    parallel_for((a.rows + most - 1) / most, [&](long i, int) {
+      const long end = std::min((i + 1) * most, a.rows);
+      for (long r = i * most; r < end; ++r)
+        for (long part = 0; part < a.splits; ++part) {
+          const long at = r * a.ldx + part * depth;
+          float* row = out + r * words + part * span;
+          if (a.x_bf16)
+            halve_row((const bf16*)a.x + at, depth, row);
+          else
+            halve_row((const float*)a.x + at, depth, row);
+        }
+    });
+  }
+
+  // Words u0..u1 of one part of a panel.
+  void make_words(long panel, long part, long u0, long u1, float* out) const {
+    const long k0 = part * depth + u0 * step, k1 = part * depth + std::min(u1 * step, depth);
+    if (halved)
+      halve(w, panel, k0, k1, out);
+    else
+      widen(w, panel, k0, k1, out);
+  }
+
+  bool lies_as_words() const { return w.storage == kFp32 && !halved; }
+
   // `count` units from first_unit, for all rows.
   void run_units(long count) const {
     const long total = count * row_blocks;
@@ -102,6 +146,7 @@ class Linear {
       return true;
     };
     parallel_for(threads, [&](long, int) {
+      const FlushTiny flush(halved);
       Block block, following;
       for (bool more = claim(block); more; block = following) {
         more = claim(following);  // one block early: its weights are fetched meanwhile
@@ -110,12 +155,12 @@ class Linear {
     });
   }
 
-  // A panel of fp32 weights if there is one, else null.
-  const float* fp32_panel(long panel) const {
-    if (w.storage == kFp32) return (const float*)w.panel(panel);
-    if (!widened) return nullptr;
+  // A panel's words, part after part, if they are there, else null.
+  const float* panel_words(long panel) const {
+    if (lies_as_words()) return (const float*)w.panel(panel);
+    if (!made) return nullptr;
     const long unit = gated ? panel % w.half_panels : panel, half = gated ? panel / w.half_panels : 0;
-    return widened + ((unit - first_unit) * unit_panels + half) * w.k * 16;
+    return made + ((unit - first_unit) * unit_panels + half) * words * 16;
   }
 
   // The panels of a block, the matrix rows their lanes are, and the rows of x.
@@ -156,25 +201,25 @@ class Linear {
 
   void sum_few(const Block& block, const Block* following, float* sums) const {
     const long tiles = (block.rows + kTileRows - 1) / kTileRows;
-    const int step = tile_panels(int((block.rows + tiles - 1) / tiles));
-    const long depth = w.k / a.splits;
-    const long stretch = tiles == 1 ? std::max(depth, 1L) : kDepth;
-    for (int b = 0; b < block.count; b += step) {
-      const bool last = b + step >= block.count;
+    const int wide = tile_panels(int((block.rows + tiles - 1) / tiles));
+    const long stretch = tiles == 1 ? std::max(span, 1L) : kDepth;
+    const auto choose = halved ? halved_tile : direct_tile;
+    for (int b = 0; b < block.count; b += wide) {
+      const bool last = b + wide >= block.count;
       const uint8_t* panels[kBlock];
-      for (int p = 0; p < step; ++p) panels[p] = w.panel(block.panel[b + p]);
+      for (int p = 0; p < wide; ++p) panels[p] = w.panel(block.panel[b + p]);
       for (long part = 0; part < a.splits; ++part) {
-        const long k0 = part * depth, k1 = k0 + depth;
-        Ahead ahead = last ? fetch(following, 0, step, k0, k1, tiles * depth)
-                           : fetch(&block, b + step, step, k0, k1, tiles * depth);
-        for (long k = k0; k == k0 || k < k1; k += stretch) {
-          const long end = std::min(k + stretch, k1);
+        const long u0 = part * span, u1 = u0 + span;
+        Ahead ahead = last ? fetch(following, 0, wide, u0, u1, tiles * span)
+                           : fetch(&block, b + wide, wide, u0, u1, tiles * span);
+        for (long u = u0; u == u0 || u < u1; u += stretch) {
+          const long end = std::min(u + stretch, u1);
           for (long t = 0; t < tiles; ++t) {
             const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
             float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
-            direct_tile(w.storage, int(r1 - r0))(w, panels, a.x + (block.row0 + r0) * a.ldx,
-                                                 a.ldx, k, end, c, kWidth, k != k0, ahead);
-            if (last && end == k1 && part + 1 == a.splits) finish(block, r0, r1, sums);
+            choose(w.storage, int(r1 - r0))(w, panels, x + (block.row0 + r0) * ldx, ldx, u * step,
+                                            end * step, c, kWidth, u != u0, ahead);
+            if (last && end == u1 && part + 1 == a.splits) finish(block, r0, r1, sums);
           }
         }
       }
@@ -184,51 +229,53 @@ class Linear {
   void sum_many(const Block& block, const Block* following, long part, float* sums) const {
     alignas(64) thread_local float wide[kWidePanels][kDepth * 16];
     const long tiles = (block.rows + kWideRows - 1) / kWideRows;
-    const long depth = w.k / a.splits, k0 = part * depth, k1 = k0 + depth;
-    const long stretches = std::max(1L, (depth + kDepth - 1) / kDepth);
-    const long stretch = std::max(8L, round_up((depth + stretches - 1) / stretches, 8));
-    for (long k = k0; k == k0 || k < k1; k += stretch) {
-      const long end = std::min(k + stretch, k1), steps = tiles * (end - k);
+    const long u0 = part * span, u1 = u0 + span;
+    const long stretches = std::max(1L, (span + kDepth - 1) / kDepth);
+    const long stretch = std::max(8L, round_up((span + stretches - 1) / stretches, 8));
+    for (long u = u0; u == u0 || u < u1; u += stretch) {
+      const long end = std::min(u + stretch, u1), steps = tiles * (end - u);
       for (int b = 0; b < block.count; b += kWidePanels) {
         const int used = std::min(kWidePanels, block.count - b);
         const bool last = b + kWidePanels >= block.count;
-        const bool ready = last && end == k1 && part + 1 == a.splits;
+        const bool ready = last && end == u1 && part + 1 == a.splits;
         const uint8_t* panels[kWidePanels];
         for (int p = 0; p < kWidePanels; ++p) {
           const long panel = block.panel[b + p];
-          const float* whole = fp32_panel(panel);
-          panels[p] = (const uint8_t*)(whole ? whole + k * 16 : wide[p]);
-          if (!whole && p < used) widen(w, panel, k, end, wide[p]);
+          const float* whole = panel_words(panel);
+          panels[p] = (const uint8_t*)(whole ? whole + u * 16 : wide[p]);
+          if (!whole && p < used) make_words(panel, part, u - u0, end - u0, wide[p]);
         }
-        Ahead ahead = !last      ? fetch(&block, b + used, kWidePanels, k, end, steps)
-                      : end < k1 ? fetch(&block, 0, kWidePanels, end, end + stretch, steps)
-                                 : fetch(following, 0, kWidePanels, k0, k0 + stretch, steps);
+        Ahead ahead = !last      ? fetch(&block, b + used, kWidePanels, u, end, steps)
+                      : end < u1 ? fetch(&block, 0, kWidePanels, end, end + stretch, steps)
+                                 : fetch(following, 0, kWidePanels, u0, u0 + stretch, steps);
         for (long t = 0; t < tiles; ++t) {
           const long r0 = t * block.rows / tiles, r1 = (t + 1) * block.rows / tiles;
           float* c = sums + (part * block.rows + r0) * kWidth + b * 16;
           if (ready) fetch_outputs(block, r0, r1);
-          wide_tile(int(r1 - r0), used)(w, panels, a.x + (block.row0 + r0) * a.ldx + k, a.ldx, 0,
-                                        end - k, c, kWidth, k != k0, ahead);
+          wide_tile(int(r1 - r0), used, halved)(w, panels, x + (block.row0 + r0) * ldx + u, ldx, 0,
+                                                end - u, c, kWidth, u != u0, ahead);
           if (ready) finish(block, r0, r1, sums);
         }
       }
     }
   }
 
-  // Weights k0..k1 of n panels of a block from its b-th, to come in while `steps` k are computed.
-  Ahead fetch(const Block* block, int b, int n, long k0, long k1, long steps) const {
+  // Words u0..u1 of n panels of a block from its b-th, to come in while `steps` of them are used.
+  Ahead fetch(const Block* block, int b, int n, long u0, long u1, long steps) const {
     Ahead ahead;
-    if (!block || (w.plain() && !widened) || steps < 8) return ahead;
-    k1 = std::min(k1, w.k);
+    if (!block || (w.plain() && !made) || steps < 8) return ahead;
+    u1 = std::min(u1, words);
+    const long first = w.offset(u0 * step), end = w.offset(std::min(u1 * step, w.k));
     for (int p = 0; p < 4; ++p) {
       const long panel = block->panel[std::min(b + p % n, kBlock - 1)];
-      ahead.from[p] = widened ? (const uint8_t*)(fp32_panel(panel) + k0 * 16)
-                              : w.panel(panel) + w.offset(k0);
+      ahead.from[p] = made ? (const uint8_t*)(panel_words(panel) + u0 * 16) : w.panel(panel) + first;
     }
-    ahead.bytes = widened ? (k1 - k0) * 64 : w.offset(k1) - w.offset(k0);
+    ahead.bytes = made ? (u1 - u0) * 64 : end - first;
     // Where reading is all there is, the processor goes faster alone once each stream has begun.
-    if (a.rows <= 6) ahead.bytes = k0 ? 0 : std::min(ahead.bytes, 1024L);
-    ahead.lines = int((n * ahead.bytes / 64 + steps / 8 - 1) / (steps / 8));
+    if (a.rows <= 6) ahead.bytes = u0 ? 0 : std::min(ahead.bytes, 1024L);
+    // A step of the tiles that read directly is eight k.
+    const long places = std::max(direct ? steps * step / 8 : steps / 8, 1L);
+    ahead.lines = int((n * ahead.bytes / 64 + places - 1) / places);
     return ahead;
   }
 
@@ -282,9 +329,14 @@ class Linear {
   const long units;
   const int unit_panels;
   const long row_blocks, block_rows;
+  const bool halved;
+  const long step;                // k in a word
+  const long depth, span, words;  // k of a part, words of a part, words of all
+  const float* x;                 // as the kernels take it
+  long ldx;
   bool direct;
-  long first_unit = 0;             // of the segment at work
-  const float* widened = nullptr;  // its panels as fp32
+  long first_unit = 0;          // of the segment at work
+  const float* made = nullptr;  // its panels' words
 };
 
 }  // namespace

@@ -5,9 +5,9 @@ namespace kt {
 
 TileFn quantised_tile(int storage, int rows) {
   switch (storage) {
-    case kInt8: return pick_tile<Int8<false>, kTileRows>(rows);
-    case kInt8Min: return pick_tile<Int8<true>, kTileRows>(rows);
-    default: return pick_tile<Int4, kTileRows>(rows);
+    case kInt8: return pick_tile<Int8<false>, false, kTileRows>(rows);
+    case kInt8Min: return pick_tile<Int8<true>, false, kTileRows>(rows);
+    default: return pick_tile<Int4, false, kTileRows>(rows);
   }
 }
 

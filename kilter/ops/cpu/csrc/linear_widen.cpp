@@ -1,5 +1,7 @@
-// Any storage to fp32 panels: what the many-row kernel multiplies by, and what dequantize shows.
+// Any storage to fp32 panels, and to bf16 in pairs: what the many-row kernel multiplies by, and
+// (fp32) what dequantize shows.
 #include "formats.h"
+#include "pairs.h"
 
 namespace kt {
 namespace {
@@ -34,26 +36,12 @@ KT_INLINE __m256 load8(const f16* p) {
 // Eight rows `stride` apart, eight columns, to out[column][row], columns 16 floats apart.
 template <class T>
 KT_INLINE void transpose8(const T* in, long stride, float* out) {
-  __m256 r[8], s[8];
+  __m256 x[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) r[i] = load8(in + i * stride);
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(out + i * 16, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(out + (i + 4) * 16, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
+  for (int i = 0; i < 8; ++i) x[i] = load8(in + i * stride);
+  turn_8x8(x);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * 16, x[i]);
 }
 #else
 template <class T>
@@ -96,6 +84,28 @@ void widen(const Layout& w, long p, long k0, long k1, float* out) {
     case kPlainFp32: return widen_plain<float>(w, p, k0, k1, out);
     case kPlainBf16: return widen_plain<bf16>(w, p, k0, k1, out);
     case kPlainFp16: return widen_plain<f16>(w, p, k0, k1, out);
+  }
+}
+
+void halve(const Layout& w, long p, long k0, long k1, float* out) {
+  constexpr long kRun = 64;
+  alignas(64) float wide[kRun * 16];
+#if KT_PAIRS
+  if (w.storage == kBf16) {
+    const bf16* in = (const bf16*)w.panel(p);
+    for (; k0 + 2 <= k1; k0 += 2, out += 16) store(out, pair_up(in + k0 * 16));
+  }
+#endif
+  for (; k0 < k1; k0 += kRun) {
+    const long n = std::min(kRun, k1 - k0);
+    widen(w, p, k0, k0 + n, wide);
+#if KT_PAIRS
+    for (long k = 0; k < n; k += 2, out += 16)
+      store(out, pair_up(load(wide + k * 16), k + 1 < n ? load(wide + k * 16 + 16) : zero()));
+#else
+    for (long k = 0; k < n; ++k, out += 16)
+      store(out, round_bf16(load(wide + ((k ^ 1) < n ? k ^ 1 : k) * 16)));
+#endif
   }
 }
 

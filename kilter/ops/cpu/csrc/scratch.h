@@ -1,6 +1,7 @@
 // 64-byte aligned memory that only grows, for use as a thread_local.
 #pragma once
 #include <cstdlib>
+#include <initializer_list>
 #include <memory>
 
 namespace kt {
@@ -16,6 +17,22 @@ class Scratch {
       memory_.reset(static_cast<float*>(std::aligned_alloc(64, size_t(size_) * 4)));
     }
     return memory_.get();
+  }
+
+  struct Part {
+    float** at;
+    long floats;
+  };
+
+  // Several arrays, each aligned.
+  void get(std::initializer_list<Part> parts) {
+    long total = 0;
+    for (const Part& part : parts) total += round_up(part.floats, 16);
+    float* memory = get(total);
+    for (const Part& part : parts) {
+      *part.at = memory;
+      memory += round_up(part.floats, 16);
+    }
   }
 
  private:

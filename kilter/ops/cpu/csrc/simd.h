@@ -18,6 +18,7 @@
 #endif
 
 #define KT_INLINE inline __attribute__((always_inline))
+#define KT_LAMBDA_INLINE __attribute__((always_inline))
 
 namespace kt {
 
@@ -366,5 +367,29 @@ KT_INLINE f32x16 exp_down(f32x16 x) {
   const ExpParts e = exp_parts(max(set1(-88.0f), x));
   return select_lt(x, set1(-87.33654f), zero(), e.p * exp2_int(e.n));
 }
+
+#if KT_AVX512 || KT_AVX2
+// Eight rows of eight, turned.
+KT_INLINE void turn_8x8(__m256* x) {
+  __m256 t[8], u[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x20);
+    x[4 + j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
+  }
+}
+#endif
 
 }  // namespace kt

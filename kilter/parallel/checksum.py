@@ -15,6 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kilter.comm.collectives import all_reduce_sum
+from kilter.parallel.apply import Spread
 from kilter.parallel.shards import Box
 
 _BLOCK = 1 << 16  # elements that are widened at a time
@@ -45,6 +47,25 @@ def combined(names: Iterable[str], sums: Iterable[int]) -> int:
     for name, value in zip(names, sums, strict=True):
         total += value * (zlib.crc32(name.encode()) << 1 | 1)
     return total % (1 << 64)
+
+
+def weights_checksum(spread: Spread, names: Iterable[str] | None = None) -> str:
+    """Of a spread model's parameters, the same in every layout; collective.
+
+    Args:
+        names: of `Spread.shards`, the same on all ranks; default: all.
+    """
+    names = list(spread.shards if names is None else names)
+    device = torch.device(spread.mesh.device_type)
+
+    def mine(name: str) -> Tensor:
+        tensor, shard = spread.local.get(name, (None, None))
+        parts = [(box, part) for box, own, part in shard.parts(tensor) if own and part.numel()
+                 ] if shard is not None and tensor is not None else []
+        return checksum(parts, torch.float32, device)
+
+    sums = all_reduce_sum(torch.stack([mine(name) for name in names]), spread.mesh.axis("world"))
+    return f"{combined(names, sums.tolist()):016x}"
 
 
 def _odd(first: int, count: int, salt: int, device: torch.device) -> Tensor:
