@@ -46,6 +46,7 @@ from kilter.train.checkpoint import (
     load_tensors,
     read_facts,
 )
+from kilter.train.config import steered
 from kilter.train.data.order import Permutation
 from kilter.train.export import export_model
 from kilter.train.loop import Ending, last_checkpoint
@@ -92,7 +93,8 @@ class RLRun:
         closing.callback(self.monitor.close)
         what = (f"{job.steps} steps of {job.rollout.prompts} prompts x {samples} samples"
                 if job.steps else "held-out prompts only")
-        self.monitor.say(f"Going on from the checkpoint of step {self.step}." if resumed else
+        self.monitor.say(f"Going on from the checkpoint of step {self.step}"
+                         f"{steered(resumed['job'], dump(job))}." if resumed else
                          f"{job.algorithm} on {world_of(job, roles.world)}; {what}.")
         for line in [] if resumed else told_of_start(job.lora, inputs.start.spec):
             self.monitor.say(line)
@@ -407,10 +409,12 @@ class RLRun:
                 "versions": {"kilter": __version__, "torch": torch.__version__}})
         self._saved = self.step
 
-    def _restore(self) -> bool:
+    def _restore(self) -> dict[str, Any] | None:
+        """Weights, states and place of the last whole checkpoint, whose facts it returns, if there
+        is one."""
         checkpoint = last_checkpoint(self.job, FREE)
         if checkpoint is None:
-            return False
+            return None
         facts = read_facts(checkpoint)
         if facts["step"] > self.job.steps:
             raise CheckpointError(f"{checkpoint} is past the {self.job.steps} steps of this job. "
@@ -428,7 +432,7 @@ class RLRun:
         self.step = self._saved = facts["step"]
         self.place = facts["place"]
         self.kl = replace(self.kl, beta=facts["kl_beta"])
-        return True
+        return facts
 
     def _finish(self) -> Ending:
         if self._saved != self.step:  # else the run was finished before

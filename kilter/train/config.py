@@ -274,15 +274,29 @@ class TrainJob:
 # What may differ between a checkpoint's job and the one that goes on from it.
 FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "context", "recompute",
         "checkpoint", "eval", "log", "launch")
+# What a run is steered with on its way, say after a NaN: it may differ too, and is told.
+STEERING = ("optimizer.lr", "optimizer.muon_lr", "schedule", "max_norm")
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any],
-                free: Sequence[str] = FREE) -> list[str]:
+                free: Sequence[str] = (*FREE, *STEERING)) -> list[str]:
     """Dotted names of the settings (of `kilter.job.dump`) by which a run is another run; ``free``
-    are those whose first part may differ."""
+    are those, tables or single ones, that may differ."""
     old, new = _flat(before), _flat(after)
     return [key for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and key.partition(".")[0] not in free]
+            if old.get(key) != new.get(key) and not _within(key, free)]
+
+
+def steered(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What of `STEERING` differs: ``, with max_norm 0.5 in place of 1.0``, or nothing."""
+    old, new = _flat(before), _flat(after)
+    changes = [f"{key} {new[key]} in place of {old[key]}" for key in sorted(old.keys() & new.keys())
+               if old[key] != new[key] and _within(key, STEERING)]
+    return f", with {' and '.join(changes)}" if changes else ""
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

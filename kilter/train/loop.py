@@ -39,7 +39,7 @@ from kilter.train.checkpoint import (
     load_tensors,
     read_facts,
 )
-from kilter.train.config import FREE, OF_PAIRS, TrainJob, differences
+from kilter.train.config import FREE, OF_PAIRS, STEERING, TrainJob, differences, steered
 from kilter.train.data import DataLoader, Pack, corpus_packs, evaluation_packs
 from kilter.train.export import export_model
 from kilter.train.inputs import Inputs
@@ -88,7 +88,7 @@ def last_checkpoint(job: Any, free: Sequence[str] = FREE) -> Path | None:
 
     Args:
         job: a `TrainJob`, or another job with an output folder.
-        free: see `kilter.train.config.differences`.
+        free: what may differ, beside `STEERING`; see `kilter.train.config.differences`.
 
     Raises:
         CheckpointError: if its output folder has checkpoints of another job.
@@ -99,7 +99,7 @@ def last_checkpoint(job: Any, free: Sequence[str] = FREE) -> Path | None:
     before = read_facts(whole[-1])["job"]
     with suppress(JobError):  # of another version: then what differs is what it says
         before = dump(build(type(job), before))
-    if names := differences(before, dump(job), free):
+    if names := differences(before, dump(job), (*free, *STEERING)):
         raise CheckpointError(
             f"{whole[-1]} belongs to another job: {', '.join(names)} "
             f"{'differs' if len(names) == 1 else 'differ'}. Restore the job as it was, or name "
@@ -144,8 +144,10 @@ class Run:
         self.monitor = Monitor(job, self.spread, self.step, self.steps)
         closing.callback(self.monitor.close)
         self.monitor.say(f"Data: {inputs.data}")
-        told = [f"Going on from the checkpoint of step {self.step}."] if resumed else (
-            told_of_start(job.lora, inputs.spec))
+        told = told_of_start(job.lora, inputs.spec)
+        if resumed is not None:
+            told = [f"Going on from the checkpoint of step {self.step}"
+                    f"{steered(resumed['job'], dump(job))}."]
         for line in told:
             self.monitor.say(line)
 
@@ -167,9 +169,9 @@ class Run:
                                         max_norm=job.max_norm or None, phase=monitor.phase,
                                         losses=self._pairs or token_losses)
                 except NotFinite as error:
-                    raise NotFinite(f"Step {self.step + 1} failed. {error} A lower optimizer.lr or "
-                                    "more schedule.warmup_steps may help; that is another run, "
-                                    "with another output folder.") from None
+                    raise NotFinite(f"Step {self.step + 1} failed. {error} A lower optimizer.lr may "
+                                    "help: the same job with another one goes on from its last "
+                                    "checkpoint.") from None
             self.step += 1
             self.tokens += result.tokens
             monitor.tell(self.step, result, packs, lr=job.optimizer.lr * factor,
@@ -208,8 +210,9 @@ class Run:
         optimizer's states."""
         return pieces_of(self.spread.held, self.optimizer.states())
 
-    def _restore(self) -> bool:
-        """Weights and states: of the last whole checkpoint, else as the job says to start."""
+    def _restore(self) -> dict[str, Any] | None:
+        """Weights and states: of the last whole checkpoint, whose facts it returns, else as the job
+        says to start."""
         checkpoint = last_checkpoint(self.job)
         frozen = self.spread.local.keys() - {held.name for held in self.spread.held}
         with_tables = self.job.kind == "dpo" and self.job.lora is None
@@ -230,8 +233,8 @@ class Run:
                 if ".adapter." not in name and not name.startswith("value.")])
         if make_tables:
             self._tables = made_tables(self.spread, self.job, self.inputs)
-        if checkpoint is not None:
-            facts = read_facts(checkpoint)
+        facts = None if checkpoint is None else read_facts(checkpoint)
+        if checkpoint is not None and facts is not None:
             self.loader.load_state_dict(facts["loader"])
             epochs = self.job.epochs
             if facts["step"] > self.steps if epochs is None else self.loader.epoch >= epochs:
@@ -246,7 +249,7 @@ class Run:
             self.step = self._saved = facts["step"]
             self.tokens = facts["tokens"]
         self.optimizer.reloaded()
-        return checkpoint is not None
+        return facts
 
     def _check_start(self, facts: dict[str, Any]) -> None:
         """That the model's files are those that the run started from, as far as it needs them."""

@@ -104,11 +104,11 @@ def process(folder: Path) -> Iterator[Process]:
 
 def test_a_port_that_another_takes_while_the_model_is_loaded() -> None:
     """Two may bind an address of which nobody listens yet."""
-    with bind(ServerConfig("a", port=0)) as first:
-        with bind(ServerConfig("a", port=first.getsockname()[1])) as second:
-            listen(first)
-            with pytest.raises(OSError, match="Another program began to listen at http://127.0.0.1"):
-                listen(second)
+    first = bind(ServerConfig("a", port=0))
+    with first, bind(ServerConfig("a", port=first.getsockname()[1])) as second:
+        listen(first)
+        with pytest.raises(OSError, match="Another program began to listen at"):
+            listen(second)
 
 
 def test_the_command_serves_until_it_is_told_to_stop(process: Process, folder: Path,
