@@ -169,9 +169,9 @@ class Run:
                                         max_norm=job.max_norm or None, phase=monitor.phase,
                                         losses=self._pairs or token_losses)
                 except NotFinite as error:
-                    raise NotFinite(f"Step {self.step + 1} failed. {error} A lower optimizer.lr may "
-                                    "help: the same job with another one goes on from its last "
-                                    "checkpoint.") from None
+                    raise NotFinite(
+                        f"Step {self.step + 1} failed. {error} A lower optimizer.lr may help: the "
+                        "same job with another one goes on from its last checkpoint.") from None
             self.step += 1
             self.tokens += result.tokens
             monitor.tell(self.step, result, packs, lr=job.optimizer.lr * factor,
