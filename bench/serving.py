@@ -2,12 +2,14 @@
 
     python -m bench.serving [--repeats 3] [--llama-server PROGRAM --gguf F16=FILE …]
         [--vllm PYTHON] [--only NAME …] [--loads batch …] [--no-stream]
+    python -m bench.serving --products bf16 --vllm PYTHON
 
 All servers hold SmolLM2-135M with 2 threads and are loaded before the first measurement; they take
 turns on every load, and while one is measured the others are stopped (SIGSTOP). Every turn has
 fresh prompts, the same for all, so that no cache knows them. The client is one asyncio process on
-the same cores. Peers that are not given by an option are named as absent. Writes
-bench/results/serving.json and, with everything present, the section of docs/benchmarks.md.
+the same cores. Peers that are not given by an option are named as absent. With `--products bf16`
+those who multiply bf16 numbers are compared: Kilter told so, and vLLM in bfloat16. Writes
+bench/results/serving.json and the section of docs/benchmarks.md, or those of bf16 products.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ PAIRS = (
     ("kilter bf16", "llama.cpp F16"), ("kilter int8", "llama.cpp Q8_0"),
     ("kilter auto", "llama.cpp Q4_1"),
     ("kilter fp32", "vLLM fp32"), ("kilter auto", "vLLM fp32"),
+    ("kilter bf16 --products bf16", "vLLM bf16"), ("kilter auto --products bf16", "vLLM bf16"),
     ("kilter fp32", "transformers serve"), ("kilter auto", "transformers serve"),
     ("kilter fp32", "transformers generate, padded batches"),
     ("kilter auto", "transformers generate, padded batches"),
@@ -81,8 +84,13 @@ def measure(server: Server, load: Load, texts: Texts, seed: int) -> Figures:
 
 def contenders(args: argparse.Namespace, model: Path) -> tuple[list[Spec], list[str]]:
     """Those that can run, and a sentence for each that cannot."""
-    specs = [servers.kilter(weights) for weights in ("auto", "int8", "bf16", "fp32")]
     absent: list[str] = []
+    if args.products == "bf16":
+        specs = [servers.kilter(weights, "bf16") for weights in ("auto", "bf16")]
+        if args.vllm is None:
+            return specs, ["vLLM (--vllm)"]
+        return [*specs, servers.vllm(args.vllm, hf_folder(model), "bf16")], []
+    specs = [servers.kilter(weights) for weights in ("auto", "int8", "bf16", "fp32")]
     gguf = {"Q4_1": next(model.glob("*.gguf"), None),
             **{name: Path(path) for name, _, path in (g.partition("=") for g in args.gguf)}}
     for weights in ("Q4_1", "Q8_0", "F16"):
@@ -199,6 +207,7 @@ def main() -> None:
                         help="F16 and Q8_0 files of the model, for llama.cpp")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON",
                         help="the interpreter of an environment that has vLLM")
+    parser.add_argument("--products", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--only", action="append", metavar="WORD",
                         help="servers whose name has this word; may be given several times")
     parser.add_argument("--loads", nargs="+", choices=[load.name for load in LOADS])
@@ -224,10 +233,11 @@ def main() -> None:
     }
     text = section(result, loads)
     if not args.no_docs:
-        out = HERE / "results" / "serving.json"
+        name = "serving" if args.products == "fp32" else "serving-bf16"
+        out = HERE / "results" / f"{name}.json"
         out.parent.mkdir(exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
-        write_section("serving", text)
+        write_section(name, text)
     print(text)
 
 

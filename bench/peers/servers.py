@@ -125,10 +125,11 @@ class Server:
                           {**self.spec.body(new_tokens, self.stream), "messages": messages})
 
 
-def kilter(weights: str, model: str = "smollm2-135m") -> Spec:
+def kilter(weights: str, products: str = "fp32", model: str = "smollm2-135m") -> Spec:
     command = (sys.executable, "-m", "kilter", "serve", model, "--port", "{port}",
-               "--weights", weights, "--threads", "2")
-    return Spec(f"kilter {weights}", "kilter", weights, command,
+               "--weights", weights, "--products", products, "--threads", "2")
+    name = f"kilter {weights}" + (f" --products {products}" if products != "fp32" else "")
+    return Spec(name, "kilter", weights, command,
                 {"ignore_eos": True}, model=model)
 
 

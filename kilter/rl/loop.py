@@ -112,7 +112,8 @@ class RLRun:
             return Ending(0, False, f"Asked {job.eval.prompts} held-out prompts and learned "
                           f"nothing; the result is in {self.output / 'metrics.jsonl'}.")
         while self.step < job.steps:
-            told_to = stop.is_set() or self.checkpointer.failed  # the latter says so in `save`
+            # A checkpoint that failed says so in `save`.
+            told_to = stop.is_set() or self.monitor.unread or self.checkpointer.failed
             if all_reduce_max(torch.tensor([int(told_to)]), self.roles.world):
                 self.save()
                 self.checkpointer.wait()

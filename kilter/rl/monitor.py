@@ -37,6 +37,7 @@ class Monitor:
                  device: torch.device, step: int | None, steps: int) -> None:
         self._config, self._steps, self._world, self._device = config, steps, world, device
         self._first = world.index == 0
+        self.unread = False  # whether the console is gone, which ends the run
         self._meshes = meshes
         self._seconds: dict[str, float] = {}
         self._comm: dict[str, Any] = {}
@@ -57,8 +58,11 @@ class Monitor:
             self._board = SummaryWriter(str(output / "tensorboard"), purge_step=kept + 1)
 
     def say(self, text: str) -> None:
-        if self._first:
-            print(text, flush=True)
+        if self._first and not self.unread:
+            try:
+                print(text, flush=True)
+            except OSError:  # a reader that went away, a terminal that was closed
+                self.unread = True
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -212,7 +212,7 @@ def open_model(path: str | Path, *, reward: bool = False) -> ModelSource:
                                f"({', '.join(p.name for p in ggufs)}); name the one to open.")
         else:
             raise WeightsError(f"{path} holds no model: neither a config.json with safetensors nor "
-                               "a GGUF file.")
+                               f"a GGUF file{_instead(path)}.")
     elif path.is_file() and path.suffix == ".gguf":
         source = _open_gguf(path, path)
     elif path.is_file():
@@ -222,6 +222,16 @@ def open_model(path: str | Path, *, reward: bool = False) -> ModelSource:
         raise WeightsError(f"{path} does not exist.")
     source.check()
     return source
+
+
+def _instead(path: Path) -> str:
+    """What may have been meant by a folder without a model."""
+    if (path / "adapter_config.json").is_file():
+        return ("; it holds adapters, which belong to a model: train on with lora.path, or give "
+                "the folder of the merged model")
+    if (path / "model").is_dir():
+        return f"; {path / 'model'} is what a run wrote there"
+    return ""
 
 
 def _open_folder(folder: Path, reward: bool) -> ModelSource:

@@ -222,16 +222,25 @@ def test_muon_and_offload_resume_bitwise(folder: Path, ranks: RankPool) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_another_job_in_the_same_folder_is_refused(folder: Path) -> None:
+def test_another_job_in_the_same_folder_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_rank(job_table(folder, steps=2))
     with pytest.raises(CheckpointError, match=r"another job: optimizer\.eps, seed differ\."):
-        run_rank(job_table(folder, steps=4, seed=4, optimizer={"eps": 1e-6}))
+        run_rank(job_table(folder, steps=4, seed=4, optimizer={"eps": 1e-3}))
     # What does not change the result may change, and so may the number of steps.
     ending = run_rank(job_table(folder, steps=3, checkpoint={"every": 1, "keep": 1},
                                 log={"every": 2}, recompute={"mode": "full"}))
     assert ending.step == 3
     with pytest.raises(CheckpointError, match="past the 2 steps of this job"):
         run_rank(job_table(folder, steps=2))
+    # What a run is steered with may change too, and is told.
+    capsys.readouterr()
+    assert run_rank(job_table(folder, steps=4, max_norm=0.5,
+                              schedule={"name": "constant"})).step == 4
+    told = capsys.readouterr().out
+    assert "checkpoint of step 3, with max_norm 0.5 in place of 1.0" in told
+    assert "schedule.name constant in place of" in told
 
 
 def test_a_finished_run_does_nothing_more(folder: Path) -> None:

@@ -131,6 +131,10 @@ def test_config_faults(folder: Path) -> None:
 def test_places_without_a_model(tmp_path: Path) -> None:
     assert "does not exist" in failure(tmp_path / "nowhere")
     assert "holds no model" in failure(tmp_path)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert f"{tmp_path / 'run' / 'model'} is what a run wrote" in failure(tmp_path / "run")
+    (tmp_path / "run" / "adapter_config.json").write_text("{}")
+    assert "it holds adapters" in failure(tmp_path / "run")
     (tmp_path / "x.bin").write_text("x")
     assert "not a .gguf file" in failure(tmp_path / "x.bin")
     (tmp_path / "a.gguf").write_bytes(b"")

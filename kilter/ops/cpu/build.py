@@ -115,6 +115,8 @@ def build(isa: str | None = None) -> Path:
             if sys.stderr.isatty():
                 print("Compiling the CPU kernels, once for this machine; this takes a minute.",
                       file=sys.stderr, flush=True)
+            for left in folder.glob("tmp*"):  # by a build that was killed
+                shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=folder) as tmp:
                 _compile(compiler, flags, sources, Path(tmp) / "out.so")
                 os.replace(Path(tmp) / "out.so", target)

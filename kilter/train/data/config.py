@@ -151,6 +151,9 @@ class DataConfig:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"The data's {name} is {value}; it must be at least {least}.")
+        if not self.packing and self.lookahead != type(self).lookahead:
+            raise ValueError(f"The data's lookahead is {self.lookahead}, which only packing uses. "
+                             "Leave it out, or set packing to true.")
         _check_choice("long_documents", self.long_documents, LongDocuments)
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"The data's eval_fraction is {self.eval_fraction}; it must be at "

@@ -89,7 +89,7 @@ def test_every_target_is_there_once_per_epoch(
     if not any(texts):
         texts = [*texts, "a"]
     data = texts_data(tmp_path, texts, seq_len=seq_len, packing=packing, shuffle=shuffle,
-                      lookahead=lookahead)
+                      **{"lookahead": lookahead} if packing else {})
     eos = TOKENIZER.eos_token_ids[0]
     documents = [[*TOKENIZER.encode(text, parse_special=False), eos] for text in texts]
     expected = Counter((0, 0, record, place, document[place], document[place + 1])
@@ -457,6 +457,8 @@ def test_data_with_nothing_in_it_is_refused(tmp_path: Path) -> None:
         texts_data(tmp_path, ["a" * 99], long_documents="drop")
     with pytest.raises(DataError, match="nothing to train on: of 1 documents 0 are too long and 1"):
         texts_data(tmp_path, [""])
+    with pytest.raises(ValueError, match="lookahead is 3, which only packing uses"):
+        texts_data(tmp_path, ["abc"], packing=False, lookahead=3)
     with pytest.raises(DataError, match="Nothing is held out for evaluation"):
         texts_data(tmp_path, ["abc"], eval_fraction=0.0001)
     with pytest.raises(DataError, match=r"t\.jsonl, line 2 is not valid JSON"):
