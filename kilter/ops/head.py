@@ -142,8 +142,8 @@ def _blocks(tokens: int, block: int) -> list[slice]:
 
 @torch.library.custom_op("kilter::head_logprobs", mutates_args=())
 def _head_logprobs_op(x: Tensor, weight: Tensor, targets: Tensor, block: int, exact: bool,
-                      facts: list[int], temperature: float,
-                      products: str) -> tuple[Tensor, Tensor]:
+                      facts: list[int], temperature: float = 1.0,
+                      products: str = "fp32") -> tuple[Tensor, Tensor]:
     """Log-probabilities and log-sum-exp."""
     out, lse = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in "ab")
     for rows in _blocks(x.shape[0], block):
@@ -155,7 +155,8 @@ def _head_logprobs_op(x: Tensor, weight: Tensor, targets: Tensor, block: int, ex
 
 @_head_logprobs_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, block: int, exact: bool,
-      facts: list[int], temperature: float, products: str) -> tuple[Tensor, Tensor]:
+      facts: list[int], temperature: float = 1.0,
+      products: str = "fp32") -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], dtype=torch.float32)
     return out, torch.empty_like(out)
 
@@ -199,8 +200,8 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, blo
 
 @torch.library.custom_op("kilter::head_loss", mutates_args=())
 def _head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, block: int,
-                  exact: bool, for_x: bool, for_weight: bool, temperature: float,
-                  products: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                  exact: bool, for_x: bool, for_weight: bool, temperature: float = 1.0,
+                  products: str = "fp32") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, log-probabilities, and the gradients of x and of the weight."""
     scaled = counts if temperature == 1.0 else counts / temperature
     out = x.new_empty(x.shape[0], dtype=torch.float32)
@@ -218,8 +219,8 @@ def _head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, bl
 
 @_head_loss_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, counts: Tensor, block: int, exact: bool,
-      for_x: bool, for_weight: bool, temperature: float,
-      products: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      for_x: bool, for_weight: bool, temperature: float = 1.0,
+      products: str = "fp32") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32),
             torch.empty_like(x) if for_x else x.new_empty(0),
             torch.empty_like(weight) if for_weight else weight.new_empty(0))

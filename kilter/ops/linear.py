@@ -278,7 +278,7 @@ def _through_torch(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
 # `facts` is empty for a plain weight, and says what a packed one's bytes are.
 @torch.library.custom_op("kilter::linear", mutates_args=())
 def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-               splits: int, facts: list[int], halved: bool) -> Tensor:
+               splits: int, facts: list[int], halved: bool = False) -> Tensor:
     return _forward(x, _weight(weight, facts), bias, residual, splits, halved)
 
 
@@ -288,7 +288,7 @@ def _weight(weight: Tensor, facts: list[int]) -> Tensor | PackedWeight:
 
 @_linear_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, splits: int,
-      facts: list[int], halved: bool) -> Tensor:
+      facts: list[int], halved: bool = False) -> Tensor:
     return x.new_empty(x.shape[0], _weight(weight, facts).shape[0],
                        dtype=torch.float32 if halved else x.dtype)
 

@@ -236,6 +236,8 @@ def test_the_operator_keeps_torchs_contract() -> None:
     x, weight = torch.randn(4, 32, requires_grad=True), torch.randn(10, 32, requires_grad=True)
     torch.library.opcheck(torch.ops.kilter.linear.default,
                           (x, weight, torch.randn(10), torch.randn(4, 10), 2, []))
+    torch.library.opcheck(torch.ops.kilter.linear.default,
+                          (x, weight, torch.randn(10), torch.randn(4, 10), 2, [], True))
     packed = pack(weight, "int8")
     torch.library.opcheck(torch.ops.kilter.linear.default,
                           (x, packed.data, None, None, 1, packed.facts()))

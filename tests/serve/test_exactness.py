@@ -39,7 +39,7 @@ def tiny_spec(**changes: object) -> ModelSpec:
 
 def test_self_test_is_exact() -> None:
     results = self_test()
-    assert len(results) == 15
+    assert len(results) == 20
     assert [r for r in results if r[1] != 0.0] == []
 
 

@@ -74,7 +74,8 @@ def test_sigterm_on_one_rank_stops_all_after_that_step(folder: Path, ranks: Rank
     assert losses(job) == losses(whole)
 
 
-def test_handlers_are_given_back(folder: Path) -> None:
+def test_handlers_are_given_back() -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job behind & ignores it
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with loop.stop_signals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -82,6 +83,7 @@ def test_handlers_are_given_back(folder: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    signal.signal(signal.SIGINT, usual)
 
 
 # What is not finite

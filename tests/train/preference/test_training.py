@@ -38,7 +38,7 @@ def test_packing_changes_nothing(folder: Path, kind: str) -> None:
     [one] = metrics(packed)
     assert one["targets"] > 4
     alone = pairs_job(folder, kind, output=str(folder / "alone"), micro_batches=one["targets"],
-                      data={"packing": False}, steps=1)
+                      data={"packing": False, "lookahead": 256}, steps=1)
     run(None, alone)
     [other] = metrics(alone)
     assert other["tokens"] == one["tokens"]
