@@ -166,6 +166,8 @@ class _LeadingExecutor(TensorExecutor):
         anything is what it is; any other leaves them out of step."""
         if self.others.lost is not None:
             raise RanksLost(self.others.lost)
+        if self.others.ended:  # gloo may wait for ever to send to one that has
+            raise RanksLost(self.others.lose("A tensor-parallel rank has ended."))
         before = self.others.since
         self.others.since = before or (time.monotonic() if timed else None)
         try:

@@ -79,7 +79,7 @@ class Processes:
             RanksLost: if one ends instead.
         """
         while not self._words.check([key_of(word, rank) for rank in self._ranks]):
-            if any(process.poll() is not None for process in self.processes):
+            if self.ended:
                 raise RanksLost(self.lose("A tensor-parallel rank could not start."))
             time.sleep(0.02)
 
@@ -117,13 +117,18 @@ class Processes:
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
     @property
+    def ended(self) -> bool:
+        """Whether one of them has."""
+        return any(process.poll() is not None for process in self.processes)
+
+    @property
     def _ranks(self) -> range:
         return range(1, len(self.processes) + 1)
 
     def _watch(self) -> None:
         while not self.expected and self.lost is None:
             since = self.since
-            if any(process.poll() is not None for process in self.processes):
+            if self.ended:
                 if not self.expected:
                     self.lose("A tensor-parallel rank has ended.")
             elif since is not None and time.monotonic() - since > self._step_timeout:
