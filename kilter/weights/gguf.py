@@ -152,8 +152,8 @@ class GGUFFile:
                 return self._inside(pos + count * np.dtype(_SCALARS[item]).itemsize)
             if item == _STRING:
                 for _ in range(count):
-                    pos += 8 + _U64(buf, pos)[0]
-                return self._inside(pos)
+                    pos = self._inside(pos + 8 + _U64(buf, pos)[0])
+                return pos
             for _ in range(count):
                 pos = self._skip(item, pos, key, depth + 1)
             return pos

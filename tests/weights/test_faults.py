@@ -249,6 +249,14 @@ def test_gguf_magic_and_version(gguf_bytes: bytes, tmp_path: Path) -> None:
         assert said in failure(path)
 
 
+def test_a_gguf_string_longer_than_any_file(gguf_bytes: bytes, tmp_path: Path) -> None:
+    key = b"tokenizer.ggml.tokens"
+    first = gguf_bytes.index(key) + len(key) + 16  # after the types and the number of strings
+    damaged = struct.pack("<Q", 2**64 - 1)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes[:first] + damaged + gguf_bytes[first + 8:])
+    assert "ends inside its header" in failure(tmp_path / "m.gguf")
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_damage_to_a_gguf_header_escapes_as_another_error(
