@@ -11,7 +11,7 @@ spread over ranks, whatever their number, as long as each holds a subtree.
 
 With ``products="bf16"`` x and W are rounded to bfloat16 first (numbers below 2^-126 to zero), and
 each chain takes the k of a pair (0, 1), (2, 3), … odd one first: what AVX512-BF16's VDPBF16PS
-does, twice as fast where there is that instruction; with the same bits where there is not.
+does, faster where there is that instruction; with the same bits where there is not.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv", default="fp32", choices=("fp32", "bf16", "fp16"),
                        help="format of the KV cache (default: %(default)s)")
     group.add_argument("--products", default="fp32", choices=("fp32", "bf16"),
-                       help="what factors of matrix products are rounded to; bf16 is up to twice "
-                            "as fast where the processor has AVX512-BF16 (default: %(default)s)")
+                       help="what factors of matrix products are rounded to; bf16 is "
+                            "faster where the processor has AVX512-BF16 (default: %(default)s)")
     group.add_argument("--context", type=int, metavar="TOKENS",
                        help="longest prompt plus answer (default: the model's, at most 8192)")
     group.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
