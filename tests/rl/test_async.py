@@ -18,10 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kilter.job import build, dump
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.parallel.apply import apply
+from kilter.rl.config import RLJob
 from kilter.rl.distributed import book as book_module
 from kilter.rl.distributed import rollouts as rollouts_module
 from kilter.rl.distributed.book import Book, Group
@@ -80,20 +82,23 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
         assert all(told["rollouts"]["overlap"] == 0.0 for told in got.told)
 
 
-def _ppo(folder: Path, ray: bool, staleness: int) -> Seen:
-    placement = {"ray": ray, "rollout": 1, "critic": 1, "max_staleness": staleness}
-    job = make_job(folder, algorithm="ppo", layout={"dp": 2, "zero": 3}, placement=placement,
-                   critic={"optimizer": {"lr": 1e-2}})
-    return run_local(job, apart=ray, pause=0.02)
+def _apart(job: dict[str, Any], ray: bool) -> Seen:
+    return run_local(build(RLJob, job), apart=ray, pause=0.02)
 
 
 def test_a_trainer_of_several_ranks_and_roles(ranks: RankPool, tmp_path: Path) -> None:
     """The actor on two ranks, the critic on a third; the rollout in their world, or apart."""
-    want = ranks.run(4, _ppo, tmp_path / "sync", False, 0)
-    got = ranks.run(3, _ppo, tmp_path / "apart", True, 0)
+
+    def ppo(name: str, world: int, ray: bool, staleness: int) -> list[Seen]:
+        placement = {"ray": ray, "rollout": 1, "critic": 1, "max_staleness": staleness}
+        job = make_job(tmp_path / name, algorithm="ppo", layout={"dp": 2, "zero": 3},
+                       placement=placement, critic={"optimizer": {"lr": 1e-2}})
+        return ranks.run(world, _apart, dump(job), ray)
+
+    want, got = ppo("sync", 4, False, 0), ppo("apart", 3, True, 0)
     for rank in range(2):
         same(got[rank], want[rank])
-    for seen in ranks.run(3, _ppo, tmp_path / "late", True, 1):
+    for seen in ppo("late", 3, True, 1):
         assert seen.groups == list(range(4 * 4))
         assert {age for ages in seen.ages for age in ages} == {0, 1}
 
