@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kilter.models.batch import Batch
 from kilter.models.linear import Linear
 from kilter.models.norm import RMSNorm
+from kilter.models.rounding import rounded
 from kilter.models.spec import LayerSpec, ModelSpec
 from kilter.ops import Ops
 
@@ -43,12 +44,20 @@ class Attention(nn.Module):
         qkv_TGXd = self.qkv(x_TD).view(
             -1, spec.num_kv_heads, spec.queries_per_kv + 2, spec.head_dim)
         cache = None if kv is None else (kv.keys[self.index], kv.values[self.index], kv.slots_T)
+        # Between the operators a gradient has its tensor's format, so where there will be one, keys
+        # and values have only the values of theirs.
+        learns = kv is None and qkv_TGXd.requires_grad and torch.is_grad_enabled()
+        kv_dtype = self.kv_dtype
+        if learns and kv_dtype.itemsize < qkv_TGXd.dtype.itemsize:
+            kv_dtype = qkv_TGXd.dtype
         q_THd, keys, values = self.ops.rope_qkv(
             qkv_TGXd, batch.positions_T, *cos_sin,
             q_norm=None if self.q_norm is None else self.q_norm.scale,
             k_norm=None if self.k_norm is None else self.k_norm.scale,
             eps=spec.norm_eps, zero_centred=spec.norm_zero_centred,
-            kv=cache, kv_dtype=self.kv_dtype)
+            kv=cache, kv_dtype=kv_dtype)
+        if kv_dtype != self.kv_dtype:
+            keys, values = rounded(keys, self.kv_dtype), rounded(values, self.kv_dtype)
         if batch.attend is not None:
             o_THd = batch.attend(self.ops, q_THd, keys, values, scale=spec.query_scale,
                                  window=self.window)

@@ -79,6 +79,12 @@ class Batch:
                              f"are {lengths}.")
         tokens = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
         positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths])
-        cu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        cu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        return Batch(tokens.to(device), positions.to(device), cu.to(device), max(lengths))
+        return Batch(tokens.to(device), positions.to(device), boundaries(lengths).to(device),
+                     max(lengths))
+
+
+def boundaries(lengths: Sequence[int]) -> Tensor:
+    """int32 [S + 1]: where sequences of these lengths begin and end in a flat run of tokens."""
+    cu_S1 = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_S1[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    return cu_S1

@@ -18,8 +18,6 @@ from kilter.models.decoder import Decoder
 from kilter.models.linear import Linear
 from kilter.ops import Ops
 
-VALUE = "value.weight"  # the parameter's name
-
 
 class ValueHead(Linear):
     """x W^T, W [1, D], float32, without a bias. It starts at zero, so that every value does."""

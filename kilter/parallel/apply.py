@@ -25,6 +25,7 @@ from kilter.models.batch import Batch
 from kilter.models.decoder import Decoder
 from kilter.models.init import initial
 from kilter.models.linear import Embedding, Linear
+from kilter.models.rounding import rounded
 from kilter.models.spec import ModelSpec
 from kilter.models.value import ValueModel
 from kilter.parallel.context.plan import ContextConfig, check_context
@@ -49,6 +50,7 @@ from kilter.parallel.pipeline.stage import TIED, DeferredGrads, Stage, cut
 from kilter.parallel.pipeline.tied import TiedCopy
 from kilter.parallel.recompute import Recompute, apply_recompute
 from kilter.parallel.shards import Shard
+from kilter.parallel.shared import SharedGrads, may_differ
 from kilter.parallel.tensor import apply_tensor
 from kilter.weights.bridge import ModelSource
 
@@ -77,6 +79,11 @@ class Spread:
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: Pipeline | None = field(default=None, repr=False)
     _tied: TiedCopy | None = field(default=None, repr=False)
+    _shared: SharedGrads | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if may_differ(self.mesh.layout):
+            self._shared = SharedGrads(self.held, self.shards, self.mesh)
 
     @property
     def held(self) -> list[Held]:
@@ -87,7 +94,7 @@ class Spread:
     @property
     def forward(self) -> Callable[..., Tensor]:
         """(batch, targets_T) -> log-probabilities [T], with counts a loss: see `TokenLogprobs`.
-        Of a model with a value head: (batch) -> values [T], see `TokenValues`.
+        Of a model with a value head: (batch) -> values [T], see `token_values`.
 
         Raises:
             ValueError: in a pipeline, where no rank has the whole model: `backward_all` and
@@ -138,6 +145,8 @@ class Spread:
             part.data.finish()
         if self._tied is not None:
             self._tied.add_grads()
+        if self._shared is not None:
+            self._shared.agree()
 
     def updated(self) -> None:
         """After the optimizer's step, or another change of what is held."""
@@ -304,23 +313,11 @@ def _union(model: Decoder, parts: Mapping[int, Part]) -> Decoder:
     return union
 
 
-class _Round(torch.autograd.Function):
-    """Values of a narrower format, held in float32; gradients pass as they are."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
-        return weight.to(dtype).to(weight.dtype)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
-        return grads[0], None
-
-
 def round_weights(model: Decoder, dtype: torch.dtype) -> None:
     """Makes every large matrix enter its product rounded to a format, as an engine holds it."""
 
     def use(weight: Tensor) -> Tensor:
-        return _Round.apply(weight, dtype)
+        return rounded(weight, dtype)
 
     for module in model.modules():
         if isinstance(module, Linear | Embedding):

@@ -44,11 +44,11 @@ def packed(documents: Sequence[Rows]) -> Rows:
 
 
 def spread_model(spec: ModelSpec, layout: Layout, *, frozen: str = "",
-                 weights: torch.dtype = torch.float32) -> Spread:
+                 weights: torch.dtype = torch.float32, kv: torch.dtype = torch.float32) -> Spread:
     """A model of this rank; parameters whose name begins with ``frozen`` are."""
     mesh = Mesh(layout) if layout.world > 1 else Mesh.single()
     with torch.device("meta"):
-        model = Decoder(spec)
+        model = Decoder(spec, kv_dtype=kv)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and name.startswith(frozen)))
     spread = apply(model, mesh, weights=weights)
@@ -68,10 +68,10 @@ def backward(spread: Spread, micro_batches: Sequence[Rows], valid: int) -> float
 
 def gradients(spec: ModelSpec, layout: Layout, micro_batches: Sequence[Rows], *,
               clip: float | None = None, frozen: str = "",
-              weights: torch.dtype = torch.float32) -> Gradients:
+              weights: torch.dtype = torch.float32, kv: torch.dtype = torch.float32) -> Gradients:
     """The gradient of the mean loss over all the targets, in this rank. Data-parallel ranks take
     turns with the micro-batches."""
-    spread = spread_model(spec, layout, frozen=frozen, weights=weights)
+    spread = spread_model(spec, layout, frozen=frozen, weights=weights, kv=kv)
     mesh = spread.mesh
     found = Gradients()
     mine = micro_batches[mesh.axis("dp").index::mesh.axis("dp").size]

@@ -110,6 +110,18 @@ def test_rounded_weights_are_rounded_alike(ranks: RankPool, layout: Layout) -> N
     assert_same(ranks.run(layout.world, gradients, spec, layout, made, weights=bf16), one, 2e-6)
 
 
+@pytest.mark.parametrize(("heads", "layout"), [(1, Layout(tp=2)), (2, Layout(dp=2, tp=2, zero=3))],
+                         ids=str)
+def test_keys_are_rounded_and_their_gradients_are_not(ranks: RankPool, heads: int, layout: Layout
+                                                      ) -> None:
+    """Also where several ranks have a part of a KV head's gradient."""
+    spec, bf16 = short(replace(everything(), num_kv_heads=heads)), torch.bfloat16
+    made = documents(spec.vocab_size, 4)
+    one = gradients(spec, Layout(), made, kv=bf16)
+    assert one.loss != gradients(spec, Layout(), made).loss
+    assert_same(ranks.run(layout.world, gradients, spec, layout, made, kv=bf16), one, 2e-6)
+
+
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, zero=2), Layout(dp=2, zero=3)],
                          ids=str)
 def test_frozen_parameters_have_none(ranks: RankPool, layout: Layout) -> None:

@@ -124,8 +124,8 @@ def test_loss_and_gradients(ranks: RankPool, config: ContextConfig, n: int) -> N
         for one, found, expected in zip(passes, rank, alone(tuple(passes)), strict=True):
             if config in KEEP_BITS:
                 assert torch.equal(found[0], expected[0]), one.model
-            # Where keys are rounded, so are their gradients, and a rounding may fall elsewhere.
-            tolerance = 1e-5 if one.kv_dtype == torch.float32 else 2e-3
+            # Where bits are not kept, keys may be rounded to another side.
+            tolerance = 1e-5 if one.kv_dtype == torch.float32 or config in KEEP_BITS else 2e-3
             scale = max(float(grad.abs().max()) for grad in expected[2].values())
             torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(found[1], expected[1], rtol=tolerance, atol=0.0)
