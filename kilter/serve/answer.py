@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from kilter.ops import Ops
+from kilter.serve.executor import Chunk
 from kilter.serve.grammar import GrammarState
 from kilter.serve.params import SamplingParams
 from kilter.serve.request import Request
@@ -68,6 +69,10 @@ class Task:
     request: Request
     salt: Hashable
 
+    def chunk(self, count: int) -> Chunk:
+        """Its part in a step that computes ``count`` more tokens of it."""
+        raise NotImplementedError
+
     def restart(self) -> None:
         """The weights have changed, and all that was computed of it was forgotten."""
 
@@ -87,6 +92,12 @@ class Answer(Task):
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still missing."""
         return self.prompt is not None and len(self.prompt) < self.request.prompt_length - 1
+
+    def chunk(self, count: int) -> Chunk:
+        request, end = self.request, self.request.computed + count
+        if self.prompt is not None and len(self.prompt) < min(end, request.prompt_length - 1):
+            return Chunk(request, count, count)
+        return Chunk(request, count, int(end == request.length))
 
     def restart(self) -> None:
         if self.prompt is not None:
@@ -156,6 +167,11 @@ class Embedding(Task):
     normalize: bool
     pooled: int = 0  # tokens whose rows are in the sum
     total_D: np.ndarray | None = None  # float64
+
+    def chunk(self, count: int) -> Chunk:
+        request = self.request
+        wanted = self.pooling == "mean" or request.computed + count == request.length
+        return Chunk(request, count, 0, self.add if wanted else None)
 
     def restart(self) -> None:
         self.pooled, self.total_D = 0, None

@@ -15,6 +15,7 @@ model was loaded, so a result is kept only for the very same request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -99,16 +100,13 @@ async def run_batch(source: Path, output: Path, answer: Answer, *, concurrency: 
     """
     if concurrency < 1:
         raise ValueError(f"The concurrency is {concurrency} but must be at least 1.")
-    if output.exists():
-        if output.samefile(source):
-            raise ValueError(f"{output} is both input and output; choose another output.")
-        if not overwrite:
-            raise ValueError(f"{output} is there already; choose another output, or ask for it to "
-                             f"be overwritten.")
+    if output.exists() and output.samefile(source):
+        raise ValueError(f"{output} is both input and output; choose another output.")
+    _check_output(output, overwrite)
     ids = _check_input(source, loaded)
     partial = partial_path(output)
-    with open(partial, "a+b") as file:
-        _lock(file, output)
+    with _locked(partial, output) as file:
+        _check_output(output, overwrite)  # another run may have ended since
         summary = Summary()
         done = _kept(file, partial, ids, summary)
         todo = (line for line in _lines(source, loaded) if line.id not in done)
@@ -148,6 +146,12 @@ async def _result(line: _Line, answer: Answer, summary: Summary) -> dict[str, An
     summary.prompt_tokens += usage.get("prompt_tokens", 0)
     summary.completion_tokens += usage.get("completion_tokens", 0)
     return {**record, "response": {"status_code": status, "request_id": line.id, "body": body}}
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not overwrite and output.exists():
+        raise ValueError(f"{output} is there already; choose another output, or ask for it to be "
+                         f"overwritten.")
 
 
 # ---- the input ----
@@ -226,6 +230,30 @@ def _request(entry: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 # ---- the partial file ----
+
+@contextlib.contextmanager
+def _locked(partial: Path, output: Path) -> Iterator[BinaryIO]:
+    """The partial file, locked: no other run writes this output meanwhile. It does not stay where
+    nothing was written."""
+    while True:
+        with open(partial, "a+b") as file:
+            _lock(file, output)
+            if not _is_at(file, partial):
+                continue  # another run ended, and renamed it, since it was opened
+            try:
+                yield file
+            finally:
+                if _is_at(file, partial) and not os.fstat(file.fileno()).st_size:
+                    partial.unlink()
+            return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
 
 def _lock(file: BinaryIO, output: Path) -> None:
     try:

@@ -179,7 +179,7 @@ class Engine:
         if not work:
             return deltas
         try:
-            chunks = [self._chunk(request, count) for request, count in work.items()]
+            chunks = [self._answers[request].chunk(count) for request, count in work.items()]
             self._meter.begin([(a.number, a.index, count) for request, count in work.items()
                                if (a := self._answers[request])])
             logits_NV = self.executor.run(chunks)
@@ -327,17 +327,6 @@ class Engine:
         return self._next_number - 1
 
     # ---- parts of a step ----
-
-    def _chunk(self, request: Request, count: int) -> Chunk:
-        answer = self._answers[request]
-        end = request.computed + count
-        if isinstance(answer, Embedding):
-            wanted = answer.pooling == "mean" or end == request.length
-            return Chunk(request, count, 0, answer.add if wanted else None)
-        assert isinstance(answer, Answer)
-        if answer.prompt is not None and len(answer.prompt) < min(end, request.prompt_length - 1):
-            return Chunk(request, count, count)
-        return Chunk(request, count, int(end == request.length))
 
     def _settle(self, chunks: list[Chunk], logits_NV: Tensor, deltas: list[Delta]) -> None:
         """From logits to tokens, text and ends, which join ``deltas`` one by one; ``computed`` has

@@ -164,7 +164,7 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher = matcher
         self._ends = ends
-        self._finished_by_end = 0  # end tokens taken; the matcher does not count them
+        self._ended = False  # by an end token, of which the matcher is not told
 
     def mask(self, logits_V: np.ndarray) -> None:
         """Sets the logits of all tokens that may not come next to -inf, in place. End tokens may
@@ -192,22 +192,10 @@ class GrammarState:
         if token in self._ends:
             if not self._matcher.is_accepting():
                 raise GrammarError(f"Token {token} ends the answer where its grammar may not end.")
-            self._finished_by_end += 1
-        elif self._finished_by_end or not self._matcher.consume_token(token):
+            self._ended = True
+        elif self._ended or not self._matcher.consume_token(token):
             reason = _first_lines(self._matcher.get_error()) or "it has ended."
             raise GrammarError(f"The answer's grammar does not allow token {token}: {reason}")
-
-    def rollback(self, count: int) -> None:
-        """Takes the last ``count`` accepted tokens back.
-
-        Raises:
-            GrammarError: if there were fewer.
-        """
-        ends = min(count, self._finished_by_end)
-        self._finished_by_end -= ends
-        if count > ends and not self._matcher.rollback(count - ends):
-            raise GrammarError(f"{count} tokens cannot be taken back: "
-                               f"{_first_lines(self._matcher.get_error())}")
 
     @property
     def may_end(self) -> bool:
@@ -218,7 +206,7 @@ class GrammarState:
     def is_finished(self) -> bool:
         """Whether nothing more can come: an end token did, or the grammar allows no other. The
         answer is complete then, with or without an end token, and so under ignore_eos too."""
-        return self._finished_by_end > 0 or (self._matcher.is_stopped() and self.may_end)
+        return self._ended or (self._matcher.is_stopped() and self.may_end)
 
     def _check(self) -> None:
         if self._matcher.is_error():

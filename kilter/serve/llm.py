@@ -101,7 +101,7 @@ class LLM:
     Raises:
         ValueError: for a model that cannot be used or settings that do not go together.
         RanksLost: if one of several processes cannot start; and by all that computes, if one ends
-            or hangs. A new `LLM` is then needed, as after an interrupt in the middle of a step.
+            or hangs. Close the `LLM` then, and make a new one.
     """
 
     def __init__(self, model: str | Path, *, weights: Storage = "auto", device: str = "cpu",

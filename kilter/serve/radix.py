@@ -24,34 +24,14 @@ Splits, evictions and `drop_namespace` do not concern a request.
 from __future__ import annotations
 
 import heapq
-from array import array
-from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 from typing import NamedTuple
 
 from kilter.serve.pages import Pages
-
-_TOKEN = 4  # bytes of a token in a key
-
-
-def token_key(tokens: Iterable[int]) -> bytes:
-    """Token ids as the tree compares them: 4 bytes each. Make it once per request.
-
-    Raises:
-        OverflowError: for an id outside [0, 2**32).
-    """
-    key = array("I", tokens)
-    assert key.itemsize == _TOKEN
-    return key.tobytes()
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    """Length of the common prefix of two keys, tokens. O(length), at memory speed."""
-    size = min(len(a), len(b))
-    different = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
-    return (size - (different.bit_length() + 7) // 8) // _TOKEN
+from kilter.serve.radix_node import TOKEN_BYTES, Node, Root, common_prefix
 
 
 class Match(NamedTuple):
@@ -78,12 +58,12 @@ class RadixTree:
         self.num_tokens = 0  # in the tree
         self.num_pages = 0  # in the tree; pages.num_cached of them can be evicted
         self.version = 0  # changes whenever a match could
-        self._page_bytes = pages.page_size * _TOKEN
-        self._roots: dict[Hashable, _Node] = {}
-        self._leaves: dict[int, _Node] = {}  # by their last page
+        self._page_bytes = pages.page_size * TOKEN_BYTES
+        self._roots: dict[Hashable, Node] = {}
+        self._leaves: dict[int, Node] = {}  # by their last page
         # Leaves that may be evictable, least recently used first. An entry is checked when it
         # comes up: a leaf that was used since is put back, one that cannot be evicted dropped.
-        self._heap: list[tuple[int, int, _Node]] = []
+        self._heap: list[tuple[int, int, Node]] = []
         self._clock = 0
         self._serial = 0
         pages.attach(self)
@@ -181,7 +161,7 @@ class RadixTree:
         root = self._roots.pop(namespace, None)
         if root is None:
             return
-        for node in list(_descend(root)):
+        for node in list(root.descend()):
             self._leaves.pop(node.pages[-1], None)
             self._give_up(node.pages, node.run)
             node.parent = None
@@ -191,7 +171,7 @@ class RadixTree:
         for namespace in list(self._roots):
             self.drop_namespace(namespace)
 
-    def walk(self) -> Iterator[_Node]:
+    def walk(self) -> Iterator[Node]:
         """Every node, those nearer to a root first."""
         level = [node for root in self._roots.values() for node in root.children.values()]
         while level:
@@ -205,7 +185,7 @@ class RadixTree:
         tokens, leaves, seen = 0, {}, []
         for root in self._roots.values():
             assert root.children, "an empty namespace is kept"
-            for node in _descend(root):
+            for node in root.descend():
                 parent, run = node.parent, node.run
                 assert parent is not None and parent.children[run[:self._page_bytes]] is node
                 assert len(node.pages) == -(-len(run) // self._page_bytes) > 0
@@ -217,7 +197,7 @@ class RadixTree:
                 assert held == sorted(held, reverse=True), "a page is held but not its ancestors"
                 assert node.queued or node.children or held[-1], "an evictable leaf is not queued"
                 assert parent is root or parent.used >= node.used, "used, but its prefix was not"
-                tokens += len(run) // _TOKEN
+                tokens += len(run) // TOKEN_BYTES
                 seen += node.pages
                 if not node.children:
                     leaves[node.pages[-1]] = node
@@ -227,13 +207,13 @@ class RadixTree:
 
     # The walk
 
-    def _find(self, key: bytes, namespace: Hashable) -> tuple[Match, _Node | None, int]:
+    def _find(self, key: bytes, namespace: Hashable) -> tuple[Match, Node | None, int]:
         """The match; the deepest node with a wholly shared page (the root if there is none, None
         if there is no root), and how many of its pages are shared."""
         size = self._page_bytes
-        key = key[:-_TOKEN]
+        key = key[:-TOKEN_BYTES]
         pages: list[int] = []
-        node: _Node | None = self._roots.get(namespace)
+        node: Node | None = self._roots.get(namespace)
         if node is None:
             return Match(0, pages, None), None, 0
         offset = taken = 0
@@ -241,7 +221,7 @@ class RadixTree:
         while True:
             head = key[offset:offset + size]
             child = node.children.get(head)
-            count = _whole_pages(child.run, key, offset, size) if child is not None else 0
+            count = child.whole_pages(key, offset, size) if child is not None else 0
             if child is None or count == 0:
                 partials = [(near.run[:size], near.pages[0]) for near in node.neighbours(head)]
                 break
@@ -254,19 +234,20 @@ class RadixTree:
                 break
         shared, partial = max(((common_prefix(text, head), page) for text, page in partials),
                               default=(0, 0))
-        return Match(offset // _TOKEN + shared, pages, partial if shared else None), node, taken
+        length = offset // TOKEN_BYTES + shared
+        return Match(length, pages, partial if shared else None), node, taken
 
     def _insert(self, key: bytes, pages: list[int], namespace: Hashable) -> None:
         size = self._page_bytes
         if len(pages) * size < len(key):
-            raise ValueError(f"A text of {len(key) // _TOKEN} tokens was to enter the prefix cache "
-                             f"with {len(pages)} pages of {self.pages.page_size}.")
-        node: _Node = self._roots.get(namespace) or _Root(namespace)
+            raise ValueError(f"A text of {len(key) // TOKEN_BYTES} tokens was to enter the prefix "
+                             f"cache with {len(pages)} pages of {self.pages.page_size}.")
+        node: Node = self._roots.get(namespace) or Root(namespace)
         offset = 0
         while offset < len(key):
             head = key[offset:offset + size]
             child = node.children.get(head)
-            count = _whole_pages(child.run, key, offset, size) if child is not None else 0
+            count = child.whole_pages(key, offset, size) if child is not None else 0
             if child is None or count == 0:
                 node = self._graft(node, key[offset:], pages[offset // size:])
                 break
@@ -277,7 +258,7 @@ class RadixTree:
             node = child
         self._touch(node)
 
-    def _graft(self, node: _Node, run: bytes, pages: SequenceOf[int]) -> _Node:
+    def _graft(self, node: Node, run: bytes, pages: SequenceOf[int]) -> Node:
         """Puts the rest of a text below a node that no child goes on with for a whole page.
         Returns the deepest node with the text."""
         pages = pages[:-(-len(run) // self._page_bytes)]
@@ -305,21 +286,21 @@ class RadixTree:
 
     # The shape of the tree
 
-    def _add(self, parent: _Node, run: bytes, pages: SequenceOf[int]) -> _Node:
+    def _add(self, parent: Node, run: bytes, pages: SequenceOf[int]) -> Node:
         self.pages.enter_cache(pages)
-        if isinstance(parent, _Root):
+        if isinstance(parent, Root):
             self._roots[parent.namespace] = parent
         else:
             self._leaves.pop(parent.pages[-1], None)
         leaf = self._node(run, list(pages), self._clock)
         parent.put(leaf, self._page_bytes)
         self._leaves[pages[-1]] = leaf
-        self.num_tokens += len(run) // _TOKEN
+        self.num_tokens += len(run) // TOKEN_BYTES
         self.num_pages += len(pages)
         self.version += 1
         return leaf
 
-    def _split(self, node: _Node, count: int) -> _Node:
+    def _split(self, node: Node, count: int) -> Node:
         """Makes the first ``count`` pages of a node its parent, and returns that. The node stays
         what it was for the heap and the register of leaves: the end of its run."""
         parent, cut = node.parent, count * self._page_bytes
@@ -331,7 +312,7 @@ class RadixTree:
         head.put(node, self._page_bytes)
         return head
 
-    def _shorten(self, leaf: _Node, count: int) -> int:
+    def _shorten(self, leaf: Node, count: int) -> int:
         """Frees up to ``count`` pages from a leaf's end, down to one that is held."""
         held = bisect_left(leaf.pages, True, key=lambda page: not self.pages.is_held(page))
         keep = max(len(leaf.pages) - count, held)
@@ -347,7 +328,7 @@ class RadixTree:
         self._leaves[leaf.pages[-1]] = leaf
         return len(gone)
 
-    def _remove(self, leaf: _Node) -> None:
+    def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
         parent.take(leaf, self._page_bytes)
@@ -355,7 +336,7 @@ class RadixTree:
         self._give_up(leaf.pages, leaf.run)
         if parent.children:
             return
-        if isinstance(parent, _Root):
+        if isinstance(parent, Root):
             del self._roots[parent.namespace]
             return
         self._leaves[parent.pages[-1]] = parent
@@ -364,23 +345,23 @@ class RadixTree:
 
     def _give_up(self, pages: SequenceOf[int], run: bytes) -> None:
         self.pages.leave_cache(pages)
-        self.num_tokens -= len(run) // _TOKEN
+        self.num_tokens -= len(run) // TOKEN_BYTES
         self.num_pages -= len(pages)
         self.version += 1
 
-    def _node(self, run: bytes, pages: list[int], used: int) -> _Node:
+    def _node(self, run: bytes, pages: list[int], used: int) -> Node:
         self._serial += 1
-        return _Node(run, pages, used, self._serial)
+        return Node(run, pages, used, self._serial)
 
     # The order of eviction
 
-    def _touch(self, node: _Node | None) -> None:
+    def _touch(self, node: Node | None) -> None:
         self._clock += 1
         while node is not None:
             node.used = self._clock
             node = node.parent
 
-    def _queue(self, leaf: _Node) -> None:
+    def _queue(self, leaf: Node) -> None:
         if leaf.queued:
             return
         if len(self._heap) > 2 * len(self._leaves) + 64:  # mostly nodes that are leaves no more
@@ -393,76 +374,3 @@ class RadixTree:
             heapq.heapify(self._heap)
         leaf.queued = True
         heapq.heappush(self._heap, (leaf.used, leaf.serial, leaf))
-
-
-class _Node:
-    """A run of whole pages, in a leaf also a partly filled last one."""
-
-    __slots__ = ("children", "order", "pages", "parent", "queued", "run", "serial", "used")
-
-    def __init__(self, run: bytes, pages: list[int], used: int, serial: int) -> None:
-        self.parent: _Node | None = None  # None: a root, or no longer in the tree
-        self.run = run  # token key
-        self.pages = pages
-        self.used = used  # the tree's clock when last acquired or inserted
-        self.serial = serial  # orders equal times in the heap
-        self.queued = False  # in the heap
-        self.children: dict[bytes, _Node] = {}  # by their first page's tokens
-        self.order: list[bytes] = []  # the children's keys, sorted
-
-    @property
-    def tokens(self) -> int:
-        """How many its run has."""
-        return len(self.run) // _TOKEN
-
-    def put(self, child: _Node, page_bytes: int) -> None:
-        key = child.run[:page_bytes]
-        self.children[key] = child
-        insort(self.order, key)
-        child.parent = self
-
-    def take(self, child: _Node, page_bytes: int) -> None:
-        key = child.run[:page_bytes]
-        del self.children[key]
-        del self.order[bisect_left(self.order, key)]
-        child.parent = None
-
-    def neighbours(self, head: bytes) -> list[_Node]:
-        """The up to two children next to where ``head`` would stand; one of them shares most
-        tokens with it."""
-        place = bisect_left(self.order, head)
-        return [self.children[key] for key in self.order[max(place - 1, 0):place + 1]]
-
-
-class _Root(_Node):
-    """The start of a namespace; it has no pages."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Hashable) -> None:
-        super().__init__(b"", [], 0, 0)
-        self.namespace = namespace
-
-
-def _descend(root: _Node) -> Iterator[_Node]:
-    """Every node below a root, parents first."""
-    stack = list(root.children.values())
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += node.children.values()
-
-
-def _whole_pages(run: bytes, key: bytes, offset: int, page_bytes: int) -> int:
-    """How many whole pages of ``run`` the text goes on with at ``offset``."""
-    if key.startswith(run, offset):
-        return len(run) // page_bytes
-    same, different = 0, min(len(run), len(key) - offset) // page_bytes + 1
-    while different - same > 1:
-        middle = (same + different) // 2
-        part = run[same * page_bytes:middle * page_bytes]
-        if key.startswith(part, offset + same * page_bytes):
-            same = middle
-        else:
-            different = middle
-    return same

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from kilter.serve.radix import token_key
+from kilter.serve.radix_node import token_key
 
 
 class Status(enum.Enum):

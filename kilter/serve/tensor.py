@@ -60,16 +60,30 @@ class Ranks:
     device: torch.device
 
 
-def join(degree: int, rank: int, store: dist.Store, device: str = "cpu") -> Ranks:
-    """Makes this process rank ``rank`` of ``degree`` on this machine; all have to call it."""
+def join(degree: int, rank: int, store: dist.Store, device: str = "cpu",
+         timeout: timedelta = _IDLE) -> Ranks:
+    """Makes this process rank ``rank`` of ``degree`` on this machine; all have to call it.
+
+    Args:
+        timeout: how long this rank waits for the others.
+    """
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(rank)
     with _loopback():
         # Commands go over gloo with any device: who waits for one in NCCL keeps its GPU busy.
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", rank=rank,
-                                world_size=degree, store=store, timeout=_IDLE)
+                                world_size=degree, store=store, timeout=timeout)
         return ranks_of(degree, rank, kind)
+
+
+def leave() -> None:
+    """Undoes `join`, also one that did not come to its end: torch would then give this process's
+    next group another name than in ranks that make their first, so one is made that has an end."""
+    if not dist.is_initialized():
+        with _loopback():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -205,8 +219,11 @@ class TensorExecutor(Executor):
         self._closed = True
         if self.together:
             with contextlib.suppress(RuntimeError, RanksLost):  # who is gone cannot be told
-                self._tell(_STOP, [])
+                self._dismiss()
         dist.destroy_process_group()
+
+    def _dismiss(self) -> None:
+        self._tell(_STOP, [])
 
     def _tell(self, command: int, sizes: Sequence[int], arrays: Sequence[np.ndarray] = ()) -> None:
         """Says to all others what to do next."""

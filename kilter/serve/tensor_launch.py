@@ -2,7 +2,8 @@
 
 The others are this module run by itself; they end when rank 0 says so, or when it is gone. If one
 of them ends before that, or hangs, all are given up: what waits for them fails with `RanksLost`,
-which says what happened, and so does everything after it.
+which says what happened, and so does everything after it. This process goes on: what can wait for
+them is done in a thread that can be left behind (`kilter.serve.tensor_thread`).
 """
 
 from __future__ import annotations
@@ -16,28 +17,34 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kilter.models.decoder import Decoder
 from kilter.ops.cpu import library
 from kilter.parallel.heads import split_model
+from kilter.parallel.shards import Shard
 from kilter.serve import tensor_processes
 from kilter.serve.engine import Engine
 from kilter.serve.engine_config import EngineConfig
 from kilter.serve.executor import Chunk, Executor, RanksLost
 from kilter.serve.scheduler import SchedulerConfig
-from kilter.serve.tensor import TensorExecutor, follow_steps, join, load_part
+from kilter.serve.tensor import Ranks, TensorExecutor, follow_steps, join, leave, load_part
 from kilter.serve.tensor_processes import Processes, key_of, said
+from kilter.serve.tensor_thread import StepThread
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.load import Storage
 from kilter.weights.tokenizer import open_tokenizer
 
+T = TypeVar("T")
 STEP_TIMEOUT = 300.0  # seconds after which a step is taken to hang
 
 
@@ -90,25 +97,34 @@ def start_tensor_engine(source: ModelSource, options: TensorOptions, config: Eng
     others = Processes(options.degree, __name__, {
         "path": str(source.path.resolve()), "options": asdict(options), "config": asdict(config)},
         step_timeout)
+    thread = StepThread(lambda: others.hopeless)
+
+    def load() -> tuple[Ranks, Decoder, dict[str, Shard]]:
+        me = join(options.degree, 0, others.store, options.device,
+                  timedelta(seconds=max(step_timeout, STEP_TIMEOUT)))
+        if (sentence := others.hopeless) is not None:  # whoever asked for it is gone
+            dist.destroy_process_group()
+            raise RanksLost(sentence)
+        return me, *load_part(source, me, storage=options.storage, exact=options.exact,
+                              kv_dtype=getattr(torch, options.kv_dtype),
+                              products=options.products, max_positions=options.context,
+                              progress=progress)
+
     try:
         library.set_num_threads(options.threads)
         torch.set_num_threads(options.threads)
+        others.watch()
         others.wait_for("here")
-        me = join(options.degree, 0, others.store, options.device)
-        model, shards = load_part(source, me, storage=options.storage, exact=options.exact,
-                                  kv_dtype=getattr(torch, options.kv_dtype),
-                                  products=options.products, max_positions=options.context,
-                                  progress=progress)
+        me, model, shards = thread.do(load)
         executor = _LeadingExecutor(model, config, me, shards)
-        executor.others = others
+        executor.others, executor.thread = others, thread
         engine = Engine(model, open_tokenizer(source), config, executor)
         others.wait_for("ready")
     except BaseException:
         others.kill()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        thread.end()
+        leave()
         raise
-    others.watch()
     atexit.register(executor.close)
     return engine
 
@@ -117,14 +133,20 @@ class _LeadingExecutor(TensorExecutor):
     """Rank 0's executor where the other ranks are processes that this one started."""
 
     others: Processes
+    thread: StepThread
 
     def run(self, work: Sequence[Chunk]) -> Tensor:
-        with self._work():
-            return super().run(work)
+        return self._do(partial(self._run, work))
+
+    def _run(self, work: Sequence[Chunk]) -> Tensor:
+        logits_NV = super().run(work)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # here a wait for another rank can be given up
+        return logits_NV
 
     def take_weights(self, weights: ModelSource | Mapping[str, Tensor], storage: Storage) -> None:
-        with self._work(timed=False):  # reading takes as long as the disk does
-            super().take_weights(weights, storage)
+        # Reading takes as long as the disk does.
+        self._do(partial(super().take_weights, weights, storage), timed=False)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -149,36 +171,47 @@ class _LeadingExecutor(TensorExecutor):
         super().close()
         ranks.reap()
         hung.cancel()
+        self.thread.end()
 
-    def _tell(self, command: int, sizes: Sequence[int], arrays: Sequence[np.ndarray] = ()) -> None:
-        with self._work():
-            was, self.together = self.together, False
-            super()._tell(command, sizes, arrays)
-            self.together = was
+    def _dismiss(self) -> None:
+        self._do(super()._dismiss)
 
     def _tell_copy(self, source: int, target: int, tokens: int) -> None:
         with contextlib.suppress(RanksLost):  # the step that it is for will say so
-            super()._tell_copy(source, target, tokens)
+            self._do(partial(self._copy_with_all, source, target, tokens))
 
-    @contextlib.contextmanager
-    def _work(self, timed: bool = True) -> Iterator[None]:
+    def _copy_with_all(self, source: int, target: int, tokens: int) -> None:
+        self._part()
+        super()._tell_copy(source, target, tokens)
+        self.together = True
+
+    def _do(self, what: Callable[[], T], timed: bool = True) -> T:
         """What cannot be done without the others. An error that comes before they were asked for
-        anything is what it is; any other leaves them out of step."""
-        if self.others.lost is not None:
-            raise RanksLost(self.others.lost)
-        if self.others.ended:  # gloo may wait for ever to send to one that has
-            raise RanksLost(self.others.lose("A tensor-parallel rank has ended."))
-        before = self.others.since
-        self.others.since = before or (time.monotonic() if timed else None)
+        anything is what it is; any other leaves them out of step. An interrupt does not: what was
+        begun is done to its end first, unless another one comes."""
+        others = self.others
+        if others.ended:
+            others.lose("A tensor-parallel rank has ended.")
+        if (sentence := others.hopeless) is not None:
+            raise RanksLost(sentence)
+        others.since = time.monotonic() if timed else None
         try:
-            yield
+            return self.thread.do(what)
         except Exception as error:
             if self.together or isinstance(error, RanksLost):
                 raise
-            raise RanksLost(self.others.lose(f"Tensor-parallel rank 0 failed: {said(error)}")
+            raise RanksLost(others.lose(f"Tensor-parallel rank 0 failed: {said(error)}")
                             ) from error
+        except BaseException:
+            with contextlib.suppress(RanksLost):
+                self.thread.do(_nothing)
+            raise
         finally:
-            self.others.since = before
+            others.since = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _rank(rank: int, told: str) -> None:

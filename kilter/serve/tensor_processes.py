@@ -43,6 +43,7 @@ class Processes:
         since: when the step began that rank 0 is in (`time.monotonic`), or None.
         lost: what happened to the first that was lost, a sentence, or None.
         expected: whether they are to end.
+        killed: whether they were, all of them.
     """
 
     def __init__(self, degree: int, module: str, told: Mapping[str, Any], step_timeout: float
@@ -50,6 +51,7 @@ class Processes:
         self.since: float | None = None
         self.lost: str | None = None
         self.expected = False
+        self.killed = False
         self._step_timeout = step_timeout
         self._lock = threading.RLock()
         self._tell: Callable[[str], None] = lambda sentence: None
@@ -100,11 +102,11 @@ class Processes:
             if self.lost is None:
                 self.lost = self._cause() or otherwise
                 self.kill()
-                threading.Thread(target=self._last_resort, daemon=True).start()
                 self._tell(self.lost)
             return self.lost
 
     def kill(self) -> None:
+        self.killed = True
         for process in self.processes:
             process.kill()
         self.reap()
@@ -117,6 +119,12 @@ class Processes:
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
     @property
+    def hopeless(self) -> str | None:
+        """Why nothing will come from them any more, if so; whoever listens has heard it."""
+        with self._lock:
+            return self.lost or ("The tensor-parallel ranks were ended." if self.killed else None)
+
+    @property
     def ended(self) -> bool:
         """Whether one of them has."""
         return any(process.poll() is not None for process in self.processes)
@@ -126,7 +134,7 @@ class Processes:
         return range(1, len(self.processes) + 1)
 
     def _watch(self) -> None:
-        while not self.expected and self.lost is None:
+        while not (self.expected or self.killed):
             since = self.since
             if self.ended:
                 if not self.expected:
@@ -174,16 +182,6 @@ class Processes:
         keys = {rank: key_of("failed", rank) for rank in self._ranks}
         return [(moment, rank, *words) for rank, key in keys.items() if self._words.check([key])
                 for moment, *words in [json.loads(self._words.get(key))]]
-
-    def _last_resort(self) -> None:
-        """Where a step cannot be made to fail, this process ends: nothing here could go on."""
-        deadline = time.monotonic() + FAREWELL
-        while self.since is not None:
-            if time.monotonic() > deadline:
-                with contextlib.suppress(OSError):
-                    os.write(2, f"kilter: error: {self.lost}\n".encode())
-                os._exit(1)
-            time.sleep(0.1)
 
 
 def key_of(word: str, rank: int) -> str:

@@ -21,7 +21,8 @@ from hypothesis.stateful import (
 
 from kilter.serve import radix
 from kilter.serve.pages import OutOfPages, Pages
-from kilter.serve.radix import RadixTree, common_prefix, token_key
+from kilter.serve.radix import RadixTree
+from kilter.serve.radix_node import common_prefix, token_key
 from tests.serve.remembering_pages import RememberingPages
 
 Text = tuple[int, ...]

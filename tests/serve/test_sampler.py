@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -49,8 +49,12 @@ def test_distribution_equals_transformers(seed: int, size: int, temperature: flo
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
+        mass = scores.softmax(-1).sort(descending=True).values.cumsum(-1)
+        assume((mass - top_p).abs().min() > 1e-6)  # else rounding decides which token is the last
         scores = TopPLogitsWarper(top_p)(None, scores)
     if min_p > 0:
+        probs = scores.softmax(-1)
+        assume((probs / probs.max() - min_p).abs().min() > 1e-6)
         scores = MinPLogitsWarper(min_p)(None, scores)
     expected = scores.softmax(-1)[0].numpy()
     ids, probs = sampling_distribution(logits, SamplingParams(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kilter.serve.params import SamplingParams
-from kilter.serve.radix import _descend
 from tests.serve.tiny_engine import drain, make_engine
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 5, 17, 20, 21, 4, 4, 6]
@@ -102,7 +101,7 @@ def test_a_snapshot_is_a_recount(page_size: int) -> None:
                 request.prompt_length, request.cached, request.computed, request.length,
                 request.max_length, len(request.pages)]
         held = [sum(page in r.pages for r in scheduler.running) for page in range(pages.num_pages)]
-        in_tree = {page for root in engine.tree._roots.values() for node in _descend(root)
+        in_tree = {page for root in engine.tree._roots.values() for node in root.descend()
                    for page in node.pages}
         assert snapshot["pages"] == "".join(
             str(min(count, 9)) if count else "c" if page in in_tree else "0"

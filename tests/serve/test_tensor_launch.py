@@ -10,10 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +24,7 @@ import torch.distributed as dist
 
 import kilter
 from kilter.ops.cpu import library
-from kilter.serve import async_engine, tensor_processes
+from kilter.serve import async_engine, tensor, tensor_launch, tensor_processes
 from kilter.serve.async_engine import AsyncEngine, EngineStopped
 from kilter.serve.engine import Engine
 from kilter.serve.executor import RanksLost
@@ -113,6 +115,53 @@ def test_a_rank_that_dies_idle_is_told_by_what_comes_next(folder: Path) -> None:
                 llm.generate(prompt, GREEDY)
 
 
+def test_a_wait_that_nothing_ends_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
+    """As gloo's can be for a rank that was killed in the middle of a message. Who asked hears why,
+    and so does who asks again; another model of this process goes on, and a new start is one."""
+    one = kilter.LLM(folder, context=CONTEXT)
+    expected = one.generate("abc", GREEDY)
+    ever = threading.Event()
+    with kilter.LLM(folder, tp=2, threads=1, context=CONTEXT) as llm:
+        (other,) = others_of(llm.engine)
+
+        def gathered(*args: Any) -> None:
+            other.kill()
+            ever.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor, "_gathered", gathered)
+            for _ in range(2):
+                with pytest.raises(RanksLost, match="rank 1 was ended by SIGKILL"):
+                    llm.generate("abc", GREEDY)
+    assert one.generate("abc", GREEDY)[0].completions == expected[0].completions
+    with kilter.LLM(folder, tp=2, threads=1, context=CONTEXT) as llm:
+        assert llm.generate("abc", GREEDY) == expected
+    ever.set()
+
+
+def test_an_interrupt_leaves_the_ranks_in_step(folder: Path, monkeypatch: pytest.MonkeyPatch
+                                               ) -> None:
+    """The step that it comes in is done to its end."""
+    with kilter.LLM(folder, tp=2, threads=1, context=CONTEXT) as llm:
+        expected = llm.generate("abc", GREEDY)[0].completions
+        jobs = llm.engine.executor.thread._jobs  # type: ignore[attr-defined]
+        gathered = tensor._gathered
+
+        def interrupt(*args: Any) -> torch.Tensor | None:
+            patch.undo()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            while jobs.empty():  # until the one who was interrupted waits for the end of this
+                time.sleep(0.01)
+            return gathered(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor, "_gathered", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("abd", GREEDY)
+        assert llm.generate("abc", GREEDY)[0].completions == expected
+
+
 def test_a_rank_that_fails_says_why(folder: Path) -> None:
     """Here in reading new weights, which are gone when it comes to them; the engine ends, and who
     waits for an answer hears why."""
@@ -139,6 +188,28 @@ def test_a_rank_that_cannot_start_says_why(folder: Path) -> None:
     gone = dataclasses.replace(open_model(folder), path=folder / "gone")
     with pytest.raises(RanksLost, match=r"Tensor-parallel rank 1 failed: .*gone"):
         start_tensor_engine(gone, OPTIONS, Setting(2).config)
+
+
+def test_a_rank_that_dies_while_they_meet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one would wait for it until its timeout. The next start finds nothing of it."""
+    met: list[tensor_launch.Processes] = []
+
+    def met_by_one(processes: tensor_launch.Processes, word: str) -> None:
+        wait_for(processes, word)
+        met.append(processes)
+
+    def join(*args: Any) -> tensor_launch.Ranks:
+        met[0].processes[0].kill()
+        return tensor.join(*args)
+
+    wait_for = tensor_launch.Processes.wait_for
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_launch.Processes, "wait_for", met_by_one)
+        patch.setattr(tensor_launch, "join", join)
+        patch.setattr(tensor_launch, "STEP_TIMEOUT", 5.0)
+        with pytest.raises(RanksLost, match="rank 1 was ended by SIGKILL"):
+            start(folder, step_timeout=5.0)
+    start(folder).close()
 
 
 def test_a_rank_that_hangs_ends_the_server(folder: Path, start_server: StartServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -25,6 +26,7 @@ from kilter.tokens import Tokenizer
 from tests.serve.tiny_engine import spec
 
 NAME = "tiny"
+PATIENCE = 120.0  # seconds until something counts as hung; a busy machine stops anybody for some
 CONTEXT = 1024
 SPECIAL = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
 EOS = 1
@@ -78,6 +80,18 @@ def make_engine(kv_tokens: int = 4 * CONTEXT, **scheduler: Any) -> Engine:
                   EngineConfig(kv_tokens, scheduler=SchedulerConfig(**scheduler)))
 
 
+def http_client(**options: Any) -> httpx.Client:
+    """A client that is patient, and quick to make: nothing here is asked over TLS."""
+    return httpx.Client(timeout=PATIENCE, verify=False, trust_env=False, **options)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
 class Running:
     """A server that answers at ``base_url`` until `close`."""
 
@@ -90,16 +104,32 @@ class Running:
         ready = threading.Event()
         self.server = Server(self.context, on_ready=ready.set)
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
+        # A machine that stands still while the server stops must not cut its last answers.
+        self.server.config.timeout_graceful_shutdown = int(PATIENCE / 2)
         self.thread.start()
-        assert ready.wait(30), "the server did not start"
+        assert ready.wait(PATIENCE), "the server did not start"
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.base_url, timeout=30, **options)
+        return http_client(base_url=self.base_url, **options)
+
+    def get(self, path: str) -> httpx.Response:
+        """On a connection of its own."""
+        with self.client() as client:
+            return client.get(path)
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """On a connection of its own."""
+        with self.client() as client:
+            return client.post(path, json=body)
+
+    def configure(self, **fields: Any) -> None:
+        """Changes limits that every request reads anew."""
+        self.context.config = replace(self.context.config, **fields)
 
     def close(self) -> None:
         """Stops it, and checks that nothing leaked."""
         self.server.stop()
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive(), "the server did not stop"
         assert self.context.admission.unfinished == 0, "places in the queue leaked"
         self.engine.check_integrity()

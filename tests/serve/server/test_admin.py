@@ -15,7 +15,7 @@ from kilter.serve.engine import Engine
 from kilter.serve.llm import LLM
 from kilter.serve.params import SamplingParams
 from tests.models import tiny
-from tests.serve.server.conftest import Running, StartServer
+from tests.serve.server.conftest import PATIENCE, Running, StartServer, wait_for
 from tests.serve.tiny_tokenizer import save_byte_tokenizer
 
 PROMPT = list(range(5, 45))
@@ -96,11 +96,10 @@ def test_answers_that_have_begun_go_on_or_end_as_asked(
     old, new = folders
     server = start_server(load(old), admin=True)
     with server.client() as client:
-        started, got = threading.Event(), {}
+        got = {}
 
         def ask() -> None:
             with server.client() as other:
-                started.set()
                 got["answer"] = other.post("/v1/completions", json={
                     "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True})
 
@@ -113,12 +112,12 @@ def test_answers_that_have_begun_go_on_or_end_as_asked(
         assert stats["paused"] and stats["running"] == 1
         assert update(client, path=str(new), in_flight=mode).json() == {"weights_version": 1}
         if mode == "abort":
-            thread.join(10)  # told in the pause already
+            thread.join(PATIENCE)  # told in the pause already
             assert not thread.is_alive()
         else:
             assert thread.is_alive()
         assert client.post("/admin/resume", json={}).json() == {"paused": False}
-        thread.join(30)
+        thread.join(PATIENCE)
         answer = got["answer"].json()
         if mode == "abort":
             assert answer["choices"][0]["finish_reason"] == "abort"
@@ -142,8 +141,7 @@ def pause_after_tokens(server: Running, tokens: int) -> None:
 
 
 def wait_for_pause(server: Running) -> None:
-    while not server.context.engine.paused:
-        threading.Event().wait(0.005)
+    wait_for(lambda: server.context.engine.paused)
     with server.client() as client:
         assert client.post("/admin/pause", json={}).json() == {"paused": True}
 
@@ -160,13 +158,12 @@ def test_a_pause_keeps_requests_and_takes_no_step(
                    for _ in range(3)]
         for thread in threads:
             thread.start()
-        while client.get("/admin/stats").json()["waiting"] < 3:
-            pass
+        wait_for(lambda: client.get("/admin/stats").json()["waiting"] == 3)
         stats = client.get("/admin/stats").json()
         assert stats["steps"] == steps and not results
         client.post("/admin/resume", json={})
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
     assert [r["choices"] for r in results] == [expected["choices"]] * 3
 
 

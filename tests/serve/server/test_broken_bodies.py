@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server.conftest import Running, StartServer
+from tests.serve.server.conftest import PATIENCE, Running, StartServer
 
 HUGE = "1" * 400
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -190,7 +190,7 @@ CASES = [(path, field, value) for path, fields in FIELDS.items() for field, valu
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=20) as client:
+    with server.client() as client:
         yield client
 
 
@@ -319,9 +319,9 @@ def address_of(server: Running) -> tuple[str, int]:
     return url.host, url.port or 80
 
 
-def exchange(server: Running, data: bytes, *, close: bool = False, limit: float = 10) -> bytes:
+def exchange(server: Running, data: bytes, *, close: bool = False) -> bytes:
     """Sends bytes; returns all that comes back until the server closes or says no more."""
-    with socket.create_connection(address_of(server), timeout=limit) as connection:
+    with socket.create_connection(address_of(server), timeout=PATIENCE) as connection:
         connection.sendall(data)
         if close:
             connection.shutdown(socket.SHUT_WR)
@@ -342,9 +342,10 @@ def test_an_overlong_body_in_chunks_is_refused_before_it_ends(
     """No length is announced and the body has no end: the server must not wait for one."""
     pieces, rest = divmod(server.config.max_body_bytes, 0x10000)
     assert rest == 0
-    # One byte too many, so that all of it is read: else the answer may be lost in a reset.
+    # One byte too many comes last, so that all of it is read: else the answer may be lost in a
+    # reset.
     answer = exchange(server, head(path, "Transfer-Encoding: chunked")
-                      + (b"10000\r\n" + b"a" * 0x10000 + b"\r\n") * pieces + b"1\r\na\r\n")
+                      + (b"10000\r\n" + b"a" * 0x10000 + b"\r\n") * pieces + b"1\r\na")
     assert answer.startswith(b"HTTP/1.1 413 ") and b'"error"' in answer
     assert_healthy(client, server)
 

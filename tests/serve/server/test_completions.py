@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kilter.serve.engine import Delta
+from kilter.serve.engine import Delta, Engine
 from kilter.serve.params import GrammarSpec, SamplingParams
 from kilter.serve.sampler import Choice, best_answers
 from kilter.serve.server import completions
 from tests.serve.server.conftest import CONTEXT, Running, byte_tokenizer, ids_of, make_engine
+from tests.serve.server.test_server_cases import ask as ask_engine
 from tests.serve.tiny_engine import Result, drain
 
 URL = "/v1/completions"
@@ -252,8 +253,10 @@ def test_prompt_logprobs_without_echo(client: httpx.Client) -> None:
     assert got["choices"][0]["text"] == result.text
 
 
-def test_a_cached_prefix_is_reported_and_a_salt_keeps_it_apart(client: httpx.Client) -> None:
+def test_a_cached_prefix_is_reported_and_a_salt_keeps_it_apart(server: Running,
+                                                               client: httpx.Client) -> None:
     prompt = "~~ a prefix that begins like nobody else's ~~" * 3
+    ask_engine(server, Engine.flush_cache)
     cached = [ask(client, prompt=prompt, max_tokens=1, cache_salt=salt)["usage"][
         "prompt_tokens_details"]["cached_tokens"] for salt in (None, None, "other", "other")]
     assert cached[0] == cached[2] == 0

@@ -8,18 +8,28 @@ import re
 import socket
 from typing import Any
 
-import httpx
 import pytest
 
 from kilter.serve.server import connection
-from tests.serve.server.conftest import Running
-from tests.serve.server.test_limits import idle, paused, wait_for
+from tests.serve.server.conftest import PATIENCE, Running, wait_for
+from tests.serve.server.test_limits import idle, paused
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def connect(server: Running) -> socket.socket:
-    return socket.create_connection(server.listener.getsockname(), timeout=30)
+    return socket.create_connection(server.listener.getsockname(), timeout=PATIENCE)
+
+
+def accepted(server: Running, client: socket.socket) -> connection.Connection:
+    """The server's end of a new connection, once it waits for headers."""
+    def found() -> list[connection.Connection]:
+        return [c for c in list(server.server.server_state.connections)
+                if isinstance(c, connection.Connection) and c.client == client.getsockname()
+                and c._deadline is not None]
+
+    wait_for(lambda: found() != [])
+    return found()[0]
 
 
 def exchange(server: Running, *parts: bytes) -> bytes:
@@ -51,30 +61,44 @@ def test_what_is_no_http_is_answered_like_any_error(server: Running, data: bytes
 
 
 def test_headers_without_end_are_refused(server: Running) -> None:
+    begin = b"GET /health HTTP/1.1\r\nx: "
+    most = connection._BYTES
     with connect(server) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\n")
-        wait_for(lambda: waiting(server) > 0)  # else all may come at once
-        client.sendall(b"x: " + b"a" * 70_000)
-        wait_for(lambda: waiting(server) > 70_000)
+        theirs = accepted(server, client)
+        client.sendall(begin + b"a" * (most - len(begin)))
+        wait_for(lambda: theirs._waiting == most)
+        client.sendall(b"a")  # goes beyond, byte by byte: nothing comes after what is refused
+        wait_for(lambda: theirs._waiting == most + 1)
         client.sendall(b"a")
         assert error_in(read_all(client), 431)["code"] == "headers_too_large"
 
 
-def waiting(server: Running) -> int:
-    """Bytes of the longest headers that are not whole."""
-    return max((c._waiting for c in list(server.server.server_state.connections)
-                if isinstance(c, connection.Connection)), default=0)
-
-
 def test_a_connection_that_asks_nothing_is_closed(
         server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_TIME", 0.02)
-    assert exchange(server) == b""
-    assert exchange(server, b"GET /hea") == b""
-    # Not one whose answer takes longer than headers may.
-    body = b'{"prompt": "x", "max_tokens": 300, "ignore_eos": true}'
     with connect(server) as client:
+        accepted(server, client)  # so it has the usual time for the first byte
+        monkeypatch.setattr(connection, "_TIME", 0.02)
+        client.sendall(b"GET /hea")
+        assert read_all(client) == b""
+    assert exchange(server) == b""
+
+
+def test_a_connection_whose_answer_takes_longer_than_headers_may_is_kept(
+        server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"prompt": "x", "max_tokens": 3, "ignore_eos": true}'
+    real, late = connection.Connection._late, []
+
+    def watched(self: connection.Connection) -> None:
+        late.append(self)
+        real(self)
+
+    monkeypatch.setattr(connection.Connection, "_late", watched)
+    with connect(server) as client, paused(server):
+        theirs = accepted(server, client)
+        monkeypatch.setattr(connection, "_TIME", 0.02)
         client.sendall(POST + b"Content-Length: %d\r\n\r\n%bGET /hea" % (len(body), body))
+        wait_for(lambda: late.count(theirs) >= 3)
+        server.context.engine.resume()
         assert read_all(client).startswith(b"HTTP/1.1 200 ")
 
 
@@ -94,21 +118,22 @@ def test_a_client_that_leaves_within_its_body_is_no_failure(
 
 def metric(server: Running) -> list[str]:
     return re.findall(r"(?m)^kilter_re(?:jected|quests)_total.*$",
-                      httpx.get(server.base_url + "/metrics").text)
+                      server.get("/metrics").text)
 
 
 def test_head_is_get_without_the_body(server: Running) -> None:
-    for path in ("/health", "/v1/models", "/"):
-        whole = httpx.get(server.base_url + path)
-        head = httpx.head(server.base_url + path)
-        assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-length"] == whole.headers["content-length"]
-    assert httpx.head(server.base_url + "/v1/completions").status_code == 405
+    wait_for(lambda: idle(server))  # /health counts steps
+    with server.client() as client:
+        for path in ("/health", "/v1/models", "/"):
+            whole, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == whole.headers["content-length"]
+        assert client.head("/v1/completions").status_code == 405
 
 
 def test_a_compressed_body_is_refused(server: Running) -> None:
-    answer = httpx.post(server.base_url + "/v1/completions", json={"prompt": "x"},
-                        headers={"Content-Encoding": "gzip"})
+    with server.client(headers={"Content-Encoding": "gzip"}) as client:
+        answer = client.post("/v1/completions", json={"prompt": "x"})
     assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
 
 

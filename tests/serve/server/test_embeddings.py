@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.serve.server.conftest import NAME, StartServer, ids_of, make_engine
+from tests.serve.server.conftest import NAME, PATIENCE, StartServer, ids_of, make_engine
 
 
 def vectors_of(texts: list[list[int]], **options: Any) -> list[np.ndarray]:
@@ -107,11 +107,12 @@ def test_many_inputs_take_turns_and_neighbours_change_nothing(start_server: Star
 
 
 def test_a_long_wait_ends(start_server: StartServer) -> None:
-    server = start_server(request_timeout=0.2)
+    server = start_server(request_timeout=0.05)
     server.context.engine.pause()
     with server.client() as client:
         answer = post(client, input=["a", "b"])
     assert answer.status_code == 408 and answer.json()["error"]["type"] == "timeout_error"
     server.context.engine.resume()
+    server.configure(request_timeout=PATIENCE)
     with server.client() as client:
         assert len(read(post(client, input="a"))) == 1

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.serve.server.conftest import Running, StartServer, make_engine
+from tests.serve.server.conftest import PATIENCE, Running, StartServer, make_engine, wait_for
+
+URL, BODY = "/v1/completions", {"prompt": "a", "max_tokens": 3}
 
 
 def health(server: Running, path: str = "/health") -> tuple[int, str]:
-    answer = httpx.get(server.base_url + path, timeout=10)
+    answer = server.get(path)
     body = answer.json()
     return answer.status_code, body["error"]["code"] if answer.is_error else body["status"]
 
 
 def test_it_says_what_is_under_way_and_needs_no_key(start_server: StartServer) -> None:
     server = start_server(api_key="secret")
-    answer = httpx.get(server.base_url + "/health")
+    answer = server.get("/health")
     assert answer.json() == {"status": "ok", "running": 0, "waiting": 0, "steps": 0}
 
 
@@ -31,38 +34,40 @@ def test_a_step_that_does_not_end_is_told_and_forgotten_when_it_does(
 
     def stuck(work: Any) -> Any:
         inside.set()
-        assert gate.wait(30)
+        assert gate.wait(PATIENCE)
         return real(work)
 
     monkeypatch.setattr(engine.executor, "run", stuck)
     server = start_server(engine, stall_timeout=0.2)
     assert health(server) == (200, "ok")
-    asked = threading.Thread(target=httpx.post, args=(server.base_url + "/v1/completions",),
-                             kwargs={"json": {"prompt": "a", "max_tokens": 3}, "timeout": 30})
-    asked.start()
-    assert inside.wait(10)
-    while (seen := health(server)) == (200, "ok"):
-        pass
-    assert seen == (503, "stalled") == health(server, "/health/live")
-    gate.set()
-    asked.join(30)
-    assert health(server) == (200, "ok")
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(server.post, URL, BODY)
+            assert inside.wait(PATIENCE)
+            while (seen := health(server)) == (200, "ok"):
+                pass
+            assert seen == (503, "stalled") == health(server, "/health/live")
+        finally:
+            gate.set()
+        assert asked.result().status_code == 200
+    wait_for(lambda: health(server) == (200, "ok"))  # once the engine's thread is at rest
 
 
 def test_idling_and_pausing_are_not_being_stuck(start_server: StartServer) -> None:
-    server = start_server(stall_timeout=0.05)
-    threading.Event().wait(0.15)
+    server = start_server(stall_timeout=0.02)
+    engine = server.context.engine
+    time.sleep(0.05)
     assert health(server) == (200, "ok")
-    server.context.engine.pause()
-    asked = threading.Thread(target=httpx.post, args=(server.base_url + "/v1/completions",),
-                             kwargs={"json": {"prompt": "a", "max_tokens": 3}, "timeout": 30})
-    asked.start()
-    while httpx.get(server.base_url + "/health").json()["waiting"] == 0:
-        pass
-    threading.Event().wait(0.15)
-    assert health(server) == (200, "paused")
-    server.context.engine.resume()
-    asked.join(30)
+    engine.pause()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(server.post, URL, BODY)
+            wait_for(lambda: engine.stats.waiting == 1 and engine.stalled_seconds == 0)
+            time.sleep(0.05)
+            assert health(server) == (200, "paused")
+        finally:
+            engine.resume()
+        assert asked.result().status_code == 200
 
 
 def test_a_dead_engine_and_a_drain_are_told_apart(start_server: StartServer) -> None:

@@ -17,15 +17,15 @@ from kilter import cli
 from kilter.serve.server.config import ServerConfig
 from kilter.serve.server.lifecycle import bind, listen
 from tests.models import tiny
-from tests.serve.server.conftest import StartServer
-from tests.serve.server.test_limits import paused, wait_for
+from tests.serve.server.conftest import PATIENCE, StartServer, http_client, wait_for
+from tests.serve.server.test_limits import paused
 from tests.serve.tiny_tokenizer import save_byte_tokenizer
 
 URL = "/v1/completions"
 
 
 def test_a_drain_lets_what_runs_end_and_sends_the_rest_away(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(drain_timeout=PATIENCE)
     body = {"prompt": "x", "max_tokens": 5}
     with server.client() as client, server.client() as other, ThreadPoolExecutor(2) as pool:
         assert other.post(URL, json=body).status_code == 200  # a connection that stays open
@@ -36,7 +36,7 @@ def test_a_drain_lets_what_runs_end_and_sends_the_rest_away(start_server: StartS
             wait_for(lambda: server.context.admission.unfinished == 2)
             server.server.stop()
             wait_for(lambda: server.context.draining)
-            refused = [other.post(URL, json=body), httpx.post(server.base_url + URL, json=body)]
+            refused = [other.post(URL, json=body), server.post(URL, body)]
             assert other.get("/health").status_code == 503
             assert other.get("/health/live").status_code == 200
         for response in refused:
@@ -44,10 +44,10 @@ def test_a_drain_lets_what_runs_end_and_sends_the_rest_away(start_server: StartS
             assert response.headers["connection"] == "close" and response.headers["retry-after"]
         assert whole.result().status_code == 200
         assert stream.result().text.endswith("data: [DONE]\n\n")
-    server.thread.join(30)
+    server.thread.join(PATIENCE)
     assert not server.thread.is_alive()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(server.base_url + "/health")
+        server.get("/health")
 
 
 def test_a_drain_has_an_end(start_server: StartServer) -> None:
@@ -61,7 +61,7 @@ def test_a_drain_has_an_end(start_server: StartServer) -> None:
         assert whole.result().status_code == 503
         assert '"code":"unavailable"' in stream.result().text
         assert "[DONE]" not in stream.result().text
-    server.thread.join(30)
+    server.thread.join(PATIENCE)
     assert not server.thread.is_alive()
 
 
@@ -88,16 +88,18 @@ class Process:
             raise AssertionError(self.process.communicate())
         self.port = int(found[1])
         self.url = f"http://127.0.0.1:{self.port}"
+        self.client = http_client(base_url=self.url)
 
     def end(self) -> tuple[int, str]:
-        _, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, err
 
 
 @pytest.fixture
 def process(folder: Path) -> Iterator[Process]:
     process = Process(folder, "--admin")
-    yield process
+    with process.client:
+        yield process
     process.process.kill()
     process.process.communicate()
 
@@ -115,8 +117,8 @@ def test_the_command_serves_until_it_is_told_to_stop(process: Process, folder: P
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     assert process.said == (f"a-model is served at {process.url}/v1; the page is "
                             f"{process.url}/\n")
-    assert httpx.get(process.url + "/v1/models").json()["data"][0]["id"] == "a-model"
-    answer = httpx.post(process.url + URL, json={"prompt": "abc", "max_tokens": 3})
+    assert process.client.get("/v1/models").json()["data"][0]["id"] == "a-model"
+    answer = process.client.post(URL, json={"prompt": "abc", "max_tokens": 3})
     assert answer.status_code == 200, answer.text
     # Its port is taken: known before a model is loaded, so any will do.
     assert cli.main(["serve", "no-such-model", "--port", str(process.port)]) == 2
@@ -127,12 +129,13 @@ def test_the_command_serves_until_it_is_told_to_stop(process: Process, folder: P
 
 def test_a_second_signal_ends_at_once(process: Process) -> None:
     """After the first alone it would wait 30 seconds for a request that gets nowhere."""
-    assert httpx.post(process.url + "/admin/pause", json={}).status_code == 200
+    client = process.client
+    assert client.post("/admin/pause", json={}).status_code == 200
     with ThreadPoolExecutor(1) as pool:
-        lost = pool.submit(httpx.post, process.url + URL, json={"prompt": "abc"}, timeout=60)
-        wait_for(lambda: httpx.get(process.url + "/health").json()["waiting"] == 1)
+        lost = pool.submit(client.post, URL, json={"prompt": "abc"})
+        wait_for(lambda: client.get("/health").json()["waiting"] == 1)
         process.process.send_signal(signal.SIGINT)
-        wait_for(lambda: httpx.get(process.url + "/health").status_code == 503)
+        wait_for(lambda: client.get("/health").status_code == 503)
         process.process.send_signal(signal.SIGINT)
         assert lost.result().status_code == 503
     assert process.end() == (0, "")
@@ -143,7 +146,7 @@ def test_a_second_signal_ends_at_once(process: Process) -> None:
     (["--max-queue", "-1", "--request-timeout", "0"],
      "max_queue is -1 but must be from 0 to 100000; request_timeout is 0 seconds"),
     (["--api-key", ""], "the API key must be printable ASCII characters"),
-    (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1:8000"),
+    (["--host", "::1%nowhere"], "cannot listen on ::1%nowhere:8000"),  # no name server is asked
     (["--kv-tokens", "-5", "--port", "0"], "kv_tokens is -5"),
     (["--served-name", "", "--port", "0"], "a served name is empty"),
 ])

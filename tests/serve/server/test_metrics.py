@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import httpx
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -10,7 +11,7 @@ from kilter.serve.engine import Delta
 from kilter.serve.sampler import Choice
 from kilter.serve.server import metrics as module
 from kilter.serve.server.metrics import Metrics
-from tests.serve.server.conftest import StartServer, make_engine
+from tests.serve.server.conftest import Running, StartServer, make_engine
 
 
 def samples(text: str) -> dict[str, float]:
@@ -23,8 +24,8 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def scrape(base_url: str) -> dict[str, float]:
-    answer = httpx.get(base_url + "/metrics")
+def scrape(server: Running) -> dict[str, float]:
+    answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     return samples(answer.text)
 
@@ -38,7 +39,7 @@ def test_counts_are_those_of_the_responses(start_server: StartServer) -> None:
                 "prompt": text, "max_tokens": 5, "n": n, "ignore_eos": True}).json()["usage"])
         client.post("/v1/embeddings", json={"input": "abc"})
         assert client.post("/v1/completions", json={"prompt": 7}).status_code == 400
-    found = scrape(server.base_url)
+    found = scrape(server)
     assert found["kilter_completion_tokens_total"] == sum(u["completion_tokens"] for u in usages)
     assert found["kilter_prompt_tokens_total"] == 40 + 2 * 40 + 7 + 3  # of every answer
     stats = server.context.engine.stats
@@ -57,7 +58,8 @@ def test_counts_are_those_of_the_responses(start_server: StartServer) -> None:
 
 def test_times_are_the_engines_however_late_a_reader_is(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    # The module's clock alone: every event loop of this process goes by the real one.
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     metrics = Metrics()
     track = metrics.track("chat", 5)
     now = 900.0  # everything is read at the end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,16 @@ from pydantic import BaseModel
 from kilter.serve.llm import LLM
 from kilter.serve.params import SamplingParams
 from kilter.serve.server.config import ServerConfig
-from tests.serve.server.conftest import EOS, NAME, Running, StartServer, ids_of, make_engine
+from tests.serve.server.conftest import (
+    EOS,
+    NAME,
+    PATIENCE,
+    Running,
+    StartServer,
+    ids_of,
+    make_engine,
+    wait_for,
+)
 from tests.serve.server.test_server_cases import forced, slow_steps, wait_idle
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be brief"},
@@ -44,7 +52,7 @@ class Verdict(BaseModel):
 
 def connect(server: Running, **options: Any) -> OpenAI:
     return OpenAI(base_url=f"{server.base_url}/v1", **{"api_key": "none", "max_retries": 0,
-                                                  "timeout": 60, **options})
+                                                  "timeout": PATIENCE, **options})
 
 
 @pytest.fixture(scope="module")
@@ -399,18 +407,17 @@ def test_a_missing_key_is_an_authentication_error(start_server: StartServer) -> 
 
 def test_a_full_queue_is_a_rate_limit_and_a_long_wait_a_timeout(start_server: StartServer) -> None:
     full = start_server(make_engine(max_running=1), max_queue=0)
-    slow = start_server(request_timeout=0.2)
+    slow = start_server(request_timeout=0.05)
     asked: dict[str, Any] = {"model": NAME, "prompt": "a", "max_tokens": 3}
     with connect(full) as client, slow_steps(full) as release, ThreadPoolExecutor() as pool:
         first = pool.submit(lambda: client.completions.create(**asked))
-        while full.context.admission.unfinished == 0:
-            time.sleep(0.001)
+        wait_for(lambda: full.context.admission.unfinished == 1)
         with pytest.raises(openai.RateLimitError) as many:
             client.completions.create(**asked)
         assert many.value.code == "rate_limit_exceeded"
         assert int(many.value.response.headers["retry-after"]) >= 1
         release()
-        assert first.result(30).choices
+        assert first.result().choices
         with pytest.raises(openai.BadRequestError):  # can never be served, so do not try again
             client.completions.create(**asked, n=2)
         with connect(full, max_retries=3) as patient:  # the client waits and asks again
@@ -429,7 +436,7 @@ def test_a_hundred_streams_at_once_are_each_what_they_are_alone(server: Running)
 
     async def run() -> list[str]:
         async with AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0,
-                               timeout=120) as client:
+                               timeout=PATIENCE) as client:
             async def one(i: int) -> str:
                 text = ""
                 async for chunk in await client.completions.create(**asked(i), stream=True):

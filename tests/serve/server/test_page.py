@@ -5,17 +5,24 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from kilter.serve.engine import Engine
 from kilter.serve.server.config import ServerConfig
-from tests.serve.server.conftest import NAME, Running, StartServer, make_engine
+from tests.serve.server.conftest import (
+    NAME,
+    PATIENCE,
+    Running,
+    StartServer,
+    http_client,
+    make_engine,
+    wait_for,
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
                 None)
@@ -23,20 +30,30 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="There is no Chromium on this machine; .ci/run installs one.")
 
 PAGES = 96
-STEP = 0.004  # seconds that a step takes longer, so that there is time to look at it
+# Seconds that a step takes longer, so that there is time to look at it: at first, and beside an
+# answer of so many tokens, which so does not end before a slow machine has looked.
+STEP, LATE_STEP, LONG = 0.004, 0.1, 500
 QUESTION = "abab cabcab " * 8
 
 
 def slow_engine() -> Engine:
     engine = make_engine(kv_tokens=16 * PAGES)
+    engine.eos_token_ids = ()  # no answer ends of itself
     compute = engine.executor.run
 
-    def slowly(*args: Any) -> Any:
-        time.sleep(STEP)
-        return compute(*args)
+    def slowly(work: Any) -> Any:
+        time.sleep(STEP if all(chunk.request.length < LONG for chunk in work) else LATE_STEP)
+        return compute(work)
 
     engine.executor.run = slowly  # type: ignore[method-assign]
     return engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    expect.set_options(timeout=1000 * PATIENCE)
+    yield
+    expect.set_options(timeout=5000)  # the usual time
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +81,7 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
 
 
 def watched(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    context = browser.new_context(**options)
-    page = context.new_page()
-    page.set_default_timeout(20_000)
+    page = new_page(browser, **options)
     asked: list[str] = []
     said: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -74,9 +89,15 @@ def watched(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(url)
     yield page
-    context.close()
+    page.close()
     assert [address for address in asked if not address.startswith(f"{url}/")] == []
     assert said == []
+
+
+def new_page(browser: Browser, **options: Any) -> Page:
+    page = browser.new_page(**options)
+    page.set_default_timeout(1000 * PATIENCE)
+    return page
 
 
 @contextmanager
@@ -84,7 +105,8 @@ def long_request(url: str, tokens: int = 900) -> Iterator[None]:
     """While this is open, the server writes an answer."""
     body = {"model": "tiny", "prompt": "abab", "max_tokens": tokens, "ignore_eos": True,
             "temperature": 1, "seed": 1, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+    with http_client(base_url=url) as client, client.stream(
+            "POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
         lines = response.iter_lines()
         next(lines)
@@ -98,15 +120,9 @@ def ask(page: Page, question: str, max_tokens: int = 12) -> None:
 
 
 def state(url: str) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{url}/state").json()
+    with http_client(base_url=url) as client:
+        answer: dict[str, Any] = client.get("/state").json()
     return answer
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen"
-        time.sleep(0.02)
 
 
 def cells(page: Page) -> list[str]:
@@ -166,8 +182,7 @@ def test_it_shows_a_live_request_and_its_pages_and_chats_meanwhile(page: Page, u
     expect(page.locator("#requests")).to_have_text("Nothing runs and nothing waits.")
     names = {"0": "free", "c": "cached", "1": "held"}
     marks = state(url)["pages"]
-    until(lambda: cells(page) == [names.get(mark, "shared") for mark in marks],
-          "the page map as /state has it")
+    wait_for(lambda: cells(page) == [names.get(mark, "shared") for mark in marks])
     assert "c" in marks
     expect(page.locator("#pages-total")).to_have_text(f"{PAGES} of 16 tokens")
 
@@ -178,7 +193,7 @@ def test_stop_ends_the_answer_in_the_engine_too(page: Page, url: str) -> None:
     expect(page.locator(".said.assistant")).not_to_have_text("")
     page.click("#stop")
     expect(page.locator(".figures")).to_contain_text("stopped")
-    until(lambda: state(url)["stats"]["running"] == 0, "the end of the request")
+    wait_for(lambda: state(url)["stats"]["running"] == 0)
     expect(page.locator("#send")).to_be_visible()
     assert page.locator(".said.problem").count() == 0
 
@@ -193,7 +208,7 @@ def test_what_people_and_models_write_is_text(page: Page) -> None:
 
 
 def test_an_error_is_shown_as_the_server_says_it(browser: Browser, url: str) -> None:
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(url)
     expect(page.locator("#status")).to_have_text("serving")
     page.evaluate("""() => {
@@ -209,11 +224,13 @@ def test_an_error_is_shown_as_the_server_says_it(browser: Browser, url: str) -> 
 
 
 def test_a_hidden_tab_asks_nothing(browser: Browser, url: str) -> None:
-    context = browser.new_context()
-    page = context.new_page()
+    page = new_page(browser)
     page.clock.install()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    page.add_init_script("""
+        window.asked = 0;
+        window.realFetch = window.fetch;
+        window.fetch = (...request) => { window.asked += 1; return window.realFetch(...request); };
+    """)
     page.goto(url)
     expect(page.locator("#status")).to_have_text("serving")
     hide = """hidden => {
@@ -221,13 +238,13 @@ def test_a_hidden_tab_asks_nothing(browser: Browser, url: str) -> None:
         document.dispatchEvent(new Event("visibilitychange"));
     }"""
     page.evaluate(hide, True)
-    page.clock.run_for(1000)  # a look that was under way ends
-    before = len(asked)
+    before = page.evaluate("window.asked")
+    assert before > 0
     page.clock.run_for(60_000)
-    assert len(asked) == before
+    assert page.evaluate("window.asked") == before
     with page.expect_request("**/state"):
         page.evaluate(hide, False)
-    context.close()
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -243,7 +260,7 @@ def test_on_a_phone_nothing_is_cut_off(browser: Browser, url: str, scheme: Any) 
 
 def test_it_asks_for_the_key_and_keeps_it_in_the_tab(browser: Browser, start_server: StartServer
                                                      ) -> None:
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(start_server(api_key="a key").base_url)
     expect(page.locator("#key-dialog")).to_be_visible()
     page.fill("#key", "another")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 
 from kilter.serve.engine import Engine, EngineConfig
 from kilter.serve.server.config import ServerConfig
-from tests.serve.server.conftest import NAME, Running, byte_tokenizer, make_model
+from tests.serve.server.conftest import NAME, PATIENCE, Running, byte_tokenizer, make_model
 from tests.serve.server.test_server_cases import wait_idle
 
 EXAMPLES = int(os.environ.get("KILTER_SCHEMA_EXAMPLES", "150"))
@@ -46,7 +45,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def api(server: Running) -> BaseSchema:
-    return schemathesis.openapi.from_url(server.base_url + "/openapi.json")
+    return schemathesis.openapi.from_url(server.base_url + "/openapi.json", timeout=PATIENCE)
 
 
 def test_whatever_is_sent_the_schema_holds(api: BaseSchema) -> None:
@@ -72,17 +71,16 @@ def send(case: Case) -> None:
     # it calls a message of the role "developer" wrong.
     if not isinstance(case.body, dict) or "'developer'" not in str(case.body.get("messages")):
         checks.append(negative_data_rejection)
-    case.call_and_validate(timeout=60, checks=checks)
+    case.call_and_validate(timeout=PATIENCE, checks=checks)
 
 
 def test_nothing_is_left_over(server: Running) -> None:
     wait_idle(server)
-    assert httpx.post(server.base_url + "/v1/completions", json={"prompt": "ab", "max_tokens": 1}
-                      ).status_code == 200
+    assert server.post("/v1/completions", {"prompt": "ab", "max_tokens": 1}).status_code == 200
 
 
 def test_the_schema_lists_what_there_is(server: Running) -> None:
-    paths = httpx.get(server.base_url + "/openapi.json").json()["paths"]
+    paths = server.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models",
             "/v1/models/{name}", "/tokenize", "/detokenize", "/health", "/metrics"} <= set(paths)
     for path, operations in paths.items():

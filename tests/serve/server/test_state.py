@@ -19,9 +19,16 @@ from kilter.serve.params import SamplingParams
 from kilter.serve.server import state
 from kilter.serve.server.config import ServerConfig
 from kilter.serve.server.state import Picture, Pictures, quantiles
+from tests.serve.server.conftest import PATIENCE
 from tests.serve.tiny_engine import make_engine
 
 PROMPT = [3, 4, 5, 6, 7, 8] * 4
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is, no picture is stale of itself."""
+    monkeypatch.setattr(state, "_PATIENCE", PATIENCE)
 
 
 class Counting:
@@ -56,7 +63,7 @@ def test_state_is_what_the_engine_is() -> None:
             for _ in range(2):
                 async for _delta in serving.stream(PROMPT, params):
                     pass
-            running = serving.stream(PROMPT, params)
+            running = serving.stream(PROMPT[::-1], params)
             await anext(running)
             said = (await c.get("/state")).json()
             await running.aclose()
@@ -111,7 +118,7 @@ def test_an_engine_that_does_not_answer_leaves_the_last_picture(
             assert await pictures.latest() == (None, True)
             assert engine.calls == 1  # one question waits, not one per look
             engine.open.set()
-            monkeypatch.setattr(state, "_PATIENCE", 60.0)
+            monkeypatch.setattr(state, "_PATIENCE", PATIENCE)
             first, stale = await pictures.latest()
             assert isinstance(first, Picture) and not stale
             engine.open.clear()
