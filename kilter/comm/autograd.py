@@ -5,12 +5,11 @@
     reduce_from    tree_all_reduce       identity
     gather_rows    all_gather_rows       tree_reduce_scatter_rows
     scatter_rows   tree_reduce_scatter_  all_gather_rows
-    split_rows     this rank's rows      all_gather_rows
     shared_rows    identity              tree_all_reduce of the last rows
 
-``reduce_from``, ``scatter_rows`` and ``split_rows`` take the gradient of what they return to be
-that of one loss, the same on every rank, of which a rank holds all or its rows. Over an axis of
-size 1 all are the identity.
+``reduce_from`` and ``scatter_rows`` take the gradient of what they return to be that of one loss,
+the same on every rank, of which a rank holds all or its rows. Over an axis of size 1 all are the
+identity.
 """
 
 from __future__ import annotations
@@ -49,11 +48,6 @@ def gather_rows(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
 def scatter_rows(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     """This rank's rows of the sum of the ranks' parts (``sizes[i]`` to rank i)."""
     return x if axis.size == 1 else _Scatter.apply(x, axis, sizes)
-
-
-def split_rows(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-    """This rank's rows of x, which every rank holds (``sizes[i]`` to rank i)."""
-    return x if axis.size == 1 else _Split.apply(x, axis, sizes)
 
 
 def shared_rows(weight: Tensor, start: int, axis: Axis) -> Tensor:
@@ -99,21 +93,6 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
         ctx.axis, ctx.sizes = axis, sizes
         return tree_reduce_scatter_rows(x, axis, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_rows(grad, ctx.axis, ctx.sizes), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-        if len(sizes) != axis.size or sum(sizes) != x.shape[0]:
-            raise ValueError(f"The row counts over axis {axis.name} of {axis.size} ranks are "
-                             f"{list(sizes)}, but there are {x.shape[0]} rows to split.")
-        ctx.axis, ctx.sizes = axis, sizes
-        # A copy: a view would keep all rows in memory for the backward pass.
-        return x.narrow(0, sum(sizes[:axis.index]), sizes[axis.index]).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -18,8 +18,8 @@ from kilter.ops.cpu.library import Kernel
 from kilter.ops.dispatch import watched
 
 STORAGES = ("fp32", "bf16", "fp16", "int8", "int4")  # what `pack` can be asked for
-_FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 QUANT_GROUP = 32  # columns that `pack` quantises together
 
 
@@ -190,7 +190,7 @@ def pack(weight: Tensor | QuantTensor, storage: str = "auto", *,
         _pack.call(Matrix(None, n, k, 0, 0, 0, 0, 0, halves), q.data_ptr(), scale.data_ptr(),
                    None if low is None else low.data_ptr(), target.matrix, bad.data_ptr())
         return target
-    storage = _FLOATS[weight.dtype] if storage == "auto" else storage
+    storage = _NAMES[weight.dtype] if storage == "auto" else storage
     quantised = storage in ("int8", "int4")
     target = _allocate((n, k), storage, QUANT_GROUP if quantised else 0, 2 if quantised else 0,
                        storage == "int4", halves)
@@ -212,7 +212,7 @@ def _check(weight: Tensor | QuantTensor, storage: str, gated: bool) -> tuple[int
     if isinstance(weight, QuantTensor):
         problems += _quant_problems(weight, storage)
     else:
-        if weight.dtype not in _FLOATS:
+        if weight.dtype not in _NAMES:
             problems.append(f"the weight is {weight.dtype}; it must be float32, bfloat16 or "
                             "float16")
         if weight.dim() != 2:
@@ -263,8 +263,8 @@ def _allocate(shape: tuple[int, int], storage: str, group: int, scale_bytes: int
               halves: int) -> PackedWeight:
     n, k = shape
     panels = halves * -(-(n // halves) // 16)
-    if storage in _ELEMENT_BYTES:
-        panel_bytes = 16 * k * _ELEMENT_BYTES[storage]
+    if storage in FLOATS:
+        panel_bytes = 16 * k * FLOATS[storage].itemsize
     else:
         weights = group if storage == "int8" else group // 2
         panel_bytes = -(-k // group) * 16 * (weights + scale_bytes * (2 if has_min else 1))

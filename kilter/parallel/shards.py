@@ -16,7 +16,6 @@ is cut as it is.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,10 +127,3 @@ class Shard:
         for box, own in zip(self.boxes, self.owned, strict=True):
             yield box, own, local[row:row + box.size[0]]
             row += box.size[0]
-
-
-def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor of this shape is in exactly one of the boxes."""
-    if sum(box.numel for box in boxes) != math.prod(shape):
-        return False
-    return all(a.overlap(b) is None for a, b in itertools.combinations(boxes, 2))

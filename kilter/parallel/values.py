@@ -7,7 +7,7 @@ rank makes those of its own, and T numbers are exchanged instead of T · D.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kilter.comm.autograd import reduce_from
 from kilter.comm.axis import Axis
@@ -15,32 +15,15 @@ from kilter.models.batch import Batch
 from kilter.models.value import ValueModel
 
 
-class TokenValues(nn.Module):
-    """A decoder with a value head as training sees it, beside `TokenLogprobs`.
+def token_values(decoder: ValueModel, batch: Batch, x_TD: Tensor | None, tensor: Axis,
+                 sequence: bool) -> Tensor:
+    """float32 [T]: at row t the value of the state after token t.
 
     Args:
+        x_TD: what the stage before made, in a pipeline.
         tensor: the tensor-parallel axis the decoder was spread over.
         sequence: whether it was spread with sequence parallelism.
     """
-
-    def __init__(self, decoder: ValueModel, tensor: Axis, sequence: bool) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self._tensor = tensor
-        self._sequence = sequence
-
-    def forward(self, batch: Batch, *, x_TD: Tensor | None = None) -> Tensor:
-        """float32 [T]: at row t the value of the state after token t.
-
-        Args:
-            x_TD: what the stage before made, in a pipeline.
-        """
-        return token_values(self.decoder, batch, x_TD, self._tensor, self._sequence)
-
-
-def token_values(decoder: ValueModel, batch: Batch, x_TD: Tensor | None, tensor: Axis,
-                 sequence: bool) -> Tensor:
-    """What `TokenValues` gives."""
     own_T = decoder.values(decoder.hidden(batch, x_TD))
     if tensor.size == 1 or not sequence:
         return own_T

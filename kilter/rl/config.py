@@ -16,9 +16,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from kilter.job import FilePath
 from kilter.mesh.layout import Layout
 from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.pipeline.executor import PipelineConfig
@@ -230,7 +232,7 @@ class RLJob:
         lora: train adapters; the reference is then the model without them.
     """
 
-    output: str
+    output: FilePath
     model: ModelConfig
     task: TaskConfig
     steps: int
@@ -300,9 +302,13 @@ class RLJob:
             return self.layout
         return Layout(dp=ranks, zero=3 if ranks > 1 else 0)
 
-    def rollout_config(self) -> RolloutConfig:
+    def rollout_config(self, eos_token_ids: Sequence[int] = ()) -> RolloutConfig:
+        """``eos_token_ids``: those of the actor's model (`ModelSource`): an answer ends in RL with
+        the tokens it will end with when the model is served."""
+        engine = self.rollout.engine
+        engine = replace(engine, eos_token_ids=(*engine.eos_token_ids, *eos_token_ids))
         return RolloutConfig(self.precision, self.model.kv_dtype, self.model.exact,
-                             self.model.products, self.lora, self.rollout.engine)
+                             self.model.products, self.lora, engine)
 
     def _recipe_problems(self) -> list[str]:
         problems = []

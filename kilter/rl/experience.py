@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kilter.models.batch import boundaries
 from kilter.train.data.corpus import IGNORE
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -106,7 +107,7 @@ class Experience:
             return torch.cat([torch.as_tensor(getattr(s, name), dtype=dtype) for s in sequences])
 
         return Experience(
-            flat("tokens", torch.int64), _boundaries([len(s.tokens) for s in sequences]),
+            flat("tokens", torch.int64), boundaries([len(s.tokens) for s in sequences]),
             flat("is_action", torch.bool), flat("logprobs", torch.float32),
             flat("versions", torch.int32),
             torch.tensor([s.group for s in sequences], dtype=torch.int64),
@@ -132,7 +133,7 @@ class Experience:
                    ("tokens_T", "is_action_T", "logprobs_T", "version_T", "group_S")}
         return Experience(
             **tensors,
-            cu_seqlens_S1=_boundaries([n for e in experiences for n in e.lengths.tolist()]),
+            cu_seqlens_S1=boundaries([n for e in experiences for n in e.lengths.tolist()]),
             rewards={part: torch.cat([e.rewards[part] for e in experiences])
                      for part in first.rewards},
             finish=tuple(f for e in experiences for f in e.finish),
@@ -184,7 +185,7 @@ class Experience:
         rows = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in chosen])
         picked = torch.tensor(chosen)
         return Experience(
-            self.tokens_T[rows], _boundaries([cu[i + 1] - cu[i] for i in chosen]),
+            self.tokens_T[rows], boundaries([cu[i + 1] - cu[i] for i in chosen]),
             self.is_action_T[rows], self.logprobs_T[rows], self.version_T[rows],
             self.group_S[picked], {part: r_S[picked] for part, r_S in self.rewards.items()},
             tuple(self.finish[i] for i in chosen), tuple(self.ids[i] for i in chosen))
@@ -359,12 +360,6 @@ class Experience:
 
 
 _TENSORS = ("tokens_T", "cu_seqlens_S1", "is_action_T", "logprobs_T", "version_T", "group_S")
-
-
-def _boundaries(lengths: Sequence[int]) -> Tensor:
-    cu_S1 = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cu_S1[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    return cu_S1
 
 
 def _wrong_tensor(name: str, x: Tensor, dtype: torch.dtype, count: int) -> list[str]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from kilter.comm.axis import Axis
+from kilter.comm.objects import gather_objects
 from kilter.rl.experience import Experience
 
 
@@ -78,9 +77,7 @@ class Agreement:
         """That of all the axis' ranks, which all call."""
         if axis.size == 1:
             return self
-        every: list[Any] = [None] * axis.size
-        dist.all_gather_object(every, self, group=axis.members)
-        return Agreement.of(every)
+        return Agreement.of(gather_objects(self, axis))
 
 
 def agreement(experience: Experience, trainer_logprobs_T: Tensor, *, version: int | None = None

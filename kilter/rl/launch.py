@@ -11,11 +11,10 @@ from kilter.models.spec import ModelSpec
 from kilter.parallel.context.plan import check_context
 from kilter.parallel.heads import split_model
 from kilter.rl.config import RLJob
-from kilter.rl.gate import Disagreement
+from kilter.rl.failures import FAILURES
 from kilter.rl.loop import FREE, RLRun
 from kilter.rl.prompts import Prompts
 from kilter.rl.rewards.config import resolve
-from kilter.rl.rewards.score import Unavailable
 from kilter.rl.roles import RLInputs, Roles
 from kilter.rl.tasks import build_task
 from kilter.tokens import Tokenizer
@@ -24,7 +23,6 @@ from kilter.train.elastic import Exit, Program
 from kilter.train.inputs import check_products, check_tensorboard, open_start
 from kilter.train.loop import last_checkpoint, stop_signals
 from kilter.train.peft import read_start
-from kilter.train.step import NotFinite
 from kilter.weights.bridge import ModelSource, open_model
 from kilter.weights.pull import resolve as find_model
 from kilter.weights.tokenizer import open_tokenizer
@@ -123,7 +121,7 @@ def _work(job: RLJob, inputs: RLInputs, device: str, timeout: timedelta | None) 
 
 
 RL = Program("kilter.rl.launch", RLJob, lambda job: job.placement.world(job.layout.world), open_rl,
-             _work, (NotFinite, Disagreement, Unavailable))
+             _work, FAILURES)
 
 if __name__ == "__main__":
     elastic.main(RL, *sys.argv[1:])

@@ -12,7 +12,6 @@ change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +23,11 @@ from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
 from kilter.parallel.context.plan import counted_once
 from kilter.rl.aggregation import Counts, aggregation_weights, weighted_sum
-from kilter.rl.algorithms import Lesson, Recipe, policy_losses
+from kilter.rl.algorithms import Recipe
 from kilter.rl.experience import Experience
 from kilter.rl.gate import Agreement, agreement
 from kilter.rl.kl import kl_losses
+from kilter.rl.lesson import Lesson, policy_losses
 from kilter.rl.masks import only, sequence_sums
 from kilter.rl.policy_loss import DIAGNOSTICS, diagnostic_means, entropy_bonus
 from kilter.rl.scoring import (
@@ -44,9 +44,7 @@ from kilter.rl.value_loss import value_losses
 from kilter.train.lora import adapters_off
 from kilter.train.optimizer import Optimizer
 from kilter.train.preference.losses import dpo
-from kilter.train.step import local_rows, update
-
-Phase = Callable[[str], AbstractContextManager[None]]
+from kilter.train.step import Phase, local_rows, update
 
 
 @dataclass

@@ -27,18 +27,21 @@ from torch import Tensor
 from kilter import __version__
 from kilter.comm.collectives import all_reduce_max
 from kilter.job import dump
+from kilter.ops.packed import FLOATS
 from kilter.rl.advantages import informative
-from kilter.rl.algorithms import Lesson, Recipe, make_lesson, shaped_rewards
+from kilter.rl.algorithms import Recipe
 from kilter.rl.config import RLJob
-from kilter.rl.experience import Experience, Rollout
+from kilter.rl.experience import Experience
 from kilter.rl.gate import agreement
-from kilter.rl.kl import kl_values
-from kilter.rl.learners import PolicyReport, pair_slopes
+from kilter.rl.learners import CriticReport, PolicyReport, pair_slopes
+from kilter.rl.lesson import Lesson, make_lesson, shaped_rewards
 from kilter.rl.monitor import Monitor
 from kilter.rl.preference import preference_pairs
 from kilter.rl.prompts import Prompts, Question
 from kilter.rl.reshard import RolloutWeights
-from kilter.rl.roles import DTYPES, TOTAL, RLInputs, Roles, world_of
+from kilter.rl.rewards.score import TOTAL
+from kilter.rl.roles import RLInputs, Roles, world_of
+from kilter.rl.step_metrics import divergence, lesson_metrics, shown_rollouts, update_metrics
 from kilter.rl.tasks import build_task
 from kilter.train.checkpoint import (
     Checkpointer,
@@ -196,19 +199,19 @@ class RLRun:
         reward_S = self._rewards(experience)
         lesson = make_lesson(recipe, experience, reward_S, kl_beta=self.kl.beta, ref_T=ref_T,
                              values_T=values_T, bootstrap_S=bootstrap_S, now_T=now_T)
-        told = self._told(experience, lesson, reward_S, version)
+        told = lesson_metrics(lesson, reward_S, version)
         if now_T is not None and job.update.gate == "pass":
             self._check(told, experience, now_T, version)
         factor = job.schedule.factor(self.step, job.steps)
         told |= self._descend(lesson, reward_S, factor, version)
-        self._tell_kl(told, experience, lesson)
+        self._tell_kl(told, lesson)
         told |= roles.told()
         told |= {"lr": job.optimizer.lr * factor}
         if sent is not None:
             told["sent"] = {"bytes": sum(sent.received_bytes), "seconds": sent.seconds,
                             "changed": sent.changed, "tensors": sent.tensors,
                             "checksum": f"{sent.checksum:016x}"}
-        return told, self._shown(experience, lesson)
+        return told, shown_rollouts(lesson, roles.tokenizer, job.log.samples)
 
     def _descend(self, lesson: Lesson, reward_S: Tensor, factor: float, version: int
                  ) -> dict[str, Any]:
@@ -216,7 +219,7 @@ class RLRun:
         job, roles, phase = self.job, self.roles, self.monitor.phase
         told: dict[str, Any] = {}
         reports: list[PolicyReport] = []
-        critic: list[tuple[float, float, float]] = []
+        critic: list[CriticReport] = []
         units = self._units(lesson, reward_S)
         for epoch in range(job.update.epochs if units else 0):
             for number, chosen in enumerate(self._minibatches(units, epoch)):
@@ -227,8 +230,7 @@ class RLRun:
                     told |= extra if first else {}
                 if job.critic is not None:
                     with phase("learn values"):
-                        found = roles.learn_values(part, factor, phase)
-                    critic.append((found.loss, found.grad_norm, found.clipped))
+                        critic.append(roles.learn_values(part, factor, phase))
                     if self.step < job.critic.warmup:
                         continue
                 gate = first and job.update.gate == "training"
@@ -237,20 +239,7 @@ class RLRun:
                 if report.agreement is not None:
                     told["gate"] = self._agreed(report.agreement)
                 reports.append(report)
-        told["loss"] = _mean([report.loss for report in reports])
-        told["grad_norm"] = _mean([report.grad_norm for report in reports])
-        if self.recipe.entropy:
-            told["entropy"] = _mean([report.entropy or 0.0 for report in reports])
-        if self.recipe.kl == "loss":
-            told["kl_loss"] = _mean([report.kl_loss for report in reports])
-        for name in ("ratio", "clipped_low", "clipped_high", "dual_clipped", "kl"):
-            told["policy_" + name] = _mean([r.diagnostics[name] for r in reports])
-        told["clip_fraction"] = told["policy_clipped_low"] + told["policy_clipped_high"]
-        if critic:
-            told["critic"] = dict(zip(("loss", "grad_norm", "clip_fraction"),
-                                      (_mean(list(x)) for x in zip(*critic, strict=True)),
-                                      strict=True))
-        return told
+        return told | update_metrics(self.recipe, reports, critic)
 
     def _units(self, lesson: Lesson, reward_S: Tensor) -> list[list[int]]:
         """What a minibatch is made of: sequences, or pairs of them."""
@@ -307,69 +296,15 @@ class RLRun:
         return {"max": found.max_abs, "mean": found.mean_abs, "tokens": found.count,
                 "skipped": found.skipped}
 
-    def _told(self, experience: Experience, lesson: Lesson, reward_S: Tensor, version: int
-              ) -> dict[str, Any]:
-        counts_S = torch.bincount(experience.sequence_T[experience.is_action_T],
-                                  minlength=experience.num_seqs)
-        ages = version - experience.version_T[experience.is_action_T]
-        told: dict[str, Any] = {
-            "reward": float(experience.rewards[TOTAL].mean()),
-            "shaped_reward": float(reward_S.mean()),
-            "rewards": {name: {"mean": float(r_S.mean()), "std": float(r_S.std(unbiased=False))}
-                        for name, r_S in experience.rewards.items() if name != TOTAL},
-            "sequences": experience.num_seqs, "groups": len(experience.group_S.unique()),
-            "tokens": experience.num_tokens, "actions": experience.num_actions,
-            "surprise": -float(experience.logprobs_T[experience.is_action_T].double().mean()),
-            "length": float(counts_S.double().mean()), "longest": int(counts_S.max()),
-            "truncated": float(experience.truncated_S.double().mean()),
-            "aborted": float((~experience.complete_S).double().mean()),
-            "staleness": {"max": int(ages.max()), "mean": float(ages.double().mean())}}
-        if lesson.returns_T is not None and lesson.values_T is not None:
-            returns, values = (x_T[lesson.mask_T].double()
-                               for x_T in (lesson.returns_T, lesson.values_T))
-            spread = float(returns.var(unbiased=False))
-            left = float((returns - values).var(unbiased=False))
-            told["explained_variance"] = 1.0 - left / spread if spread else 0.0
-            told["value"] = float(values.mean())
-        return told
-
-    def _tell_kl(self, told: dict[str, Any], experience: Experience, lesson: Lesson) -> None:
+    def _tell_kl(self, told: dict[str, Any], lesson: Lesson) -> None:
         """The divergence from the reference, and the weight of the next step."""
         if lesson.ref_T is None:
             return
-        per_token = {}
-        for name in ("k1", "k3"):
-            kl_T = kl_values(name, logprobs_T=experience.logprobs_T,
-                             ref_logprobs_T=lesson.ref_T, mask_T=lesson.mask_T)
-            per_token[name] = float(kl_T.double().sum())
+        sums, sequences = divergence(lesson, lesson.ref_T), lesson.experience.num_seqs
         tokens = max(int(lesson.mask_T.sum()), 1)
-        told["kl"], told["kl_k1"] = per_token["k3"] / tokens, per_token["k1"] / tokens
+        told["kl"], told["kl_k1"] = sums["k3"] / tokens, sums["k1"] / tokens
         told["kl_beta"] = self.kl.beta
-        self.kl = self.kl.updated(kl=per_token["k1"] / experience.num_seqs,
-                                  count=experience.num_seqs)
-
-    def _shown(self, experience: Experience, lesson: Lesson) -> list[dict[str, Any]]:
-        """As many rollouts as text as are written: of different prompts, as far as there are."""
-        shown = []
-        rollouts = experience.to_rollouts()
-        groups = experience.group_S.tolist()
-        turn = [groups[:s].count(groups[s]) for s in range(len(groups))]
-        for s in sorted(range(len(groups)), key=lambda s: (turn[s], s))[:self.job.log.samples]:
-            rollout = rollouts[s]
-            where = experience.sequence_T == s
-            shown.append({
-                "id": rollout.id, "finish": rollout.finish, "rewards": dict(rollout.rewards),
-                **self._text(rollout), "tokens": sum(rollout.is_action),
-                "advantage": float(lesson.advantages_T[where & lesson.mask_T].mean())
-                if bool((where & lesson.mask_T).any()) else None})
-        return shown
-
-    def _text(self, rollout: Rollout) -> dict[str, str]:
-        first = list(rollout.is_action).index(True) if any(rollout.is_action) else len(
-            rollout.tokens)
-        decode = self.roles.tokenizer.decode
-        return {"prompt": decode(rollout.tokens[:first], skip_special_tokens=False),
-                "answer": decode(rollout.tokens[first:], skip_special_tokens=False)}
+        self.kl = self.kl.updated(kl=sums["k1"] / sequences, count=sequences)
 
     # ---- evaluation, checkpoints, the end ----
 
@@ -445,11 +380,7 @@ class RLRun:
             place = self.output / "model"
             if self.roles.policy is not None:
                 export_model(self.roles.policy.spread, self.inputs.start, self.output,
-                             DTYPES[self.job.precision], lora=self.job.lora,
+                             FLOATS[self.job.precision], lora=self.job.lora,
                              base=self.job.model.path)
         return Ending(self.step, False, f"Finished {self.job.steps} steps; the result is in "
                       f"{place}.")
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

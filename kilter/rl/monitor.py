@@ -21,10 +21,11 @@ from kilter.comm.collectives import all_reduce_max
 from kilter.comm.counter import CommCounter
 from kilter.mesh.mesh import Mesh
 from kilter.rl.config import LogConfig
-from kilter.train.metrics import by_axis, numbers, peak_memory, take_back
+from kilter.train.metrics import by_axis, peak_memory
+from kilter.train.record import Record, lines_to
 
 
-class Monitor:
+class Monitor(Record):
     """Of one rank; only the first writes.
 
     Args:
@@ -35,43 +36,14 @@ class Monitor:
 
     def __init__(self, output: Path, config: LogConfig, meshes: Sequence[Mesh], world: Axis,
                  device: torch.device, step: int | None, steps: int) -> None:
+        kept = -1 if step is None else step
+        super().__init__(output if world.index == 0 else None, jsonl=True,
+                         tensorboard=config.tensorboard, step=kept)
         self._config, self._steps, self._world, self._device = config, steps, world, device
-        self._first = world.index == 0
-        self.unread = False  # whether the console is gone, which ends the run
         self._meshes = meshes
-        self._seconds: dict[str, float] = {}
         self._comm: dict[str, Any] = {}
         self._started = time.perf_counter()
-        self._files: dict[str, Any] = {}
-        self._board: Any = None
-        if not self._first:
-            return
-        kept = -1 if step is None else step  # the last whose lines stay
-        output.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics", "rollouts"):
-            path = output / f"{name}.jsonl"
-            take_back(path, kept)
-            self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115  (see close)
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=kept + 1)
-
-    def say(self, text: str) -> None:
-        if self._first and not self.unread:
-            try:
-                print(text, flush=True)
-            except OSError:  # a reader that went away, a terminal that was closed
-                self.unread = True
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Its seconds are told with the step's."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        self._rollouts = lines_to(output / "rollouts.jsonl", kept) if self._first else None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -95,12 +67,12 @@ class Monitor:
         if not self.is_told(step):
             return
         seconds = {**self._seconds, "total": time.perf_counter() - self._started}
-        self._write("step", step, {**values, "memory_bytes": self._memory(), "seconds": seconds,
-                                   "comm": self._comm})
-        if self._first:
+        self.write("step", step, {**values, "memory_bytes": self._memory(), "seconds": seconds,
+                                  "comm": self._comm})
+        if self._rollouts is not None:
             for rollout in rollouts[:self._config.samples]:
-                self._files["rollouts"].write(json.dumps({"step": step, **rollout}) + "\n")
-            self._files["rollouts"].flush()
+                self._rollouts.write(json.dumps({"step": step, **rollout}) + "\n")
+            self._rollouts.flush()
         gap = values["gate"]["max"] if "gate" in values else None
         said = [f"step {step}/{self._steps}", f"reward {values['reward']:.3f}"]
         said += [f"{name} {values[name]:.3g}" for name in ("kl", "entropy", "clip_fraction")
@@ -113,25 +85,15 @@ class Monitor:
 
     def evaluated(self, step: int, reward: float, parts: Mapping[str, float], prompts: int) -> None:
         """After an evaluation."""
-        self._write("eval", step, {"reward": reward, "parts": dict(parts), "prompts": prompts,
-                                   "memory_bytes": self._memory()})
+        self.write("eval", step, {"reward": reward, "parts": dict(parts), "prompts": prompts,
+                                  "memory_bytes": self._memory()})
         self.say(f"step {step}/{self._steps}  held-out reward {reward:.3f} over {prompts} prompts")
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        if self._board is not None:
-            self._board.close()
+        super().close()
+        if self._rollouts is not None:
+            self._rollouts.close()
 
     def _memory(self) -> int:
         """Of the rank that used most so far; collective."""
         return int(all_reduce_max(torch.tensor([peak_memory(self._device)]), self._world))
-
-    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        if not self._first:
-            return
-        self._files["metrics"].write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._files["metrics"].flush()
-        if self._board is not None:
-            for name, value in numbers(values):
-                self._board.add_scalar(f"{kind}/{name}", value, step)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum
+from kilter.comm.objects import gather_objects
 from kilter.parallel.checksum import checksum, combined
 from kilter.parallel.shards import Box, Shard
 from kilter.rl.reshard_plan import Exchange, Group, Plan
@@ -65,12 +66,7 @@ class RolloutWeights:
 def gather_holdings(local: Local, world: Axis) -> list[dict[str, Shard]]:
     """By rank, what each holds; a rank of another pipeline stage lacks names. Collective, once
     before the first plan."""
-    mine = {name: shard for name, (_, shard) in local.items()}
-    if world.size == 1:
-        return [mine]
-    found: list[dict[str, Shard]] = [{} for _ in world.ranks]
-    dist.all_gather_object(found, mine, group=world.members)
-    return found
+    return gather_objects({name: shard for name, (_, shard) in local.items()}, world)
 
 
 @torch.no_grad()
@@ -114,8 +110,7 @@ class WeightSync:
             RuntimeError: if what arrived is not what the trainer has.
         """
         plan, world = self.plan, self._world
-        needed = plan.needed[world.index]
-        device = next((tensor.device for tensor, _ in local.values()), torch.device("cpu"))
+        needed, device = plan.needed[world.index], _device(local)
         arrived: dict[str, Tensor] = {}
         seconds, start = 0.0, time.perf_counter()
         for tensors in reshard(local, plan, world):
@@ -126,10 +121,9 @@ class WeightSync:
             seconds += time.perf_counter() - start
             yield tensors
             start = time.perf_counter()
-        sent = {name: checksum(self._counted(local, name), plan.formats[name], device)
-                for name in plan.names}
+        sent = own_checksums(local, plan, world.index)
         nothing = torch.zeros((), dtype=torch.int64, device=device)
-        both = torch.stack([*sent.values(), *(arrived.get(n, nothing) for n in plan.names)])
+        both = torch.stack([*sent, *(arrived.get(n, nothing) for n in plan.names)])
         sums = all_reduce_sum(both, world).tolist()
         ours, theirs = sums[:len(sent)], sums[len(sent):]
         self._compare(ours, theirs)
@@ -140,12 +134,6 @@ class WeightSync:
             version, tuple(map(plan.received_bytes, range(plan.world))),
             tuple(map(plan.sent_bytes, range(plan.world))),
             seconds + time.perf_counter() - start, len(ours), changed, combined(plan.names, ours))
-
-    def _counted(self, local: Local, name: str) -> Iterator[tuple[Box, Tensor]]:
-        """What of a parameter this rank counts for."""
-        counted = self.plan.counted[self._world.index].get(name)
-        for box in counted.boxes if counted is not None else ():
-            yield box, _view(*local[name], box)
 
     def _compare(self, ours: list[int], theirs: list[int]) -> None:
         """Of every parameter as many copies arrived as there are replicas."""
@@ -158,9 +146,29 @@ class WeightSync:
                                f"are sent.")
 
 
+def own_checksums(local: Local, plan: Plan, rank: int) -> list[Tensor]:
+    """Of every parameter, that of what a rank counts for."""
+
+    def counted(name: str) -> Iterator[tuple[Box, Tensor]]:
+        shard = plan.counted[rank].get(name)
+        for box in shard.boxes if shard is not None else ():
+            yield box, view_of(*local[name], box)
+
+    device = _device(local)
+    return [checksum(counted(name), plan.formats[name], device) for name in plan.names]
+
+
+def view_of(local: Tensor, shard: Shard, box: Box) -> Tensor:
+    """A box of the whole in a local tensor; it lies in one of the shard's boxes."""
+    for outer, _, part in shard.parts(local):
+        if outer.overlap(box) == box:
+            return part[box.within(outer)]
+    raise ValueError(f"A rank that holds {[(b.start, b.size) for b in shard.boxes]} of a parameter "
+                     f"was to send or take {box.start, box.size}; make a new plan for this layout.")
+
+
 def _assembled(local: Local, plan: Plan, group: Group, world: Axis) -> dict[str, Tensor]:
-    needed = plan.needed[world.index]
-    device = next((tensor.device for tensor, _ in local.values()), torch.device("cpu"))
+    needed, device = plan.needed[world.index], _device(local)
     tensors: dict[str, Tensor] = {}
     for exchange in group.exchanges:
         for name in exchange.names:
@@ -187,7 +195,7 @@ def _run(exchange: Exchange, local: Local, tensors: dict[str, Tensor], plan: Pla
     for tag, transfer in enumerate(exchange.transfers):
         name, box = transfer.name, transfer.box
         if transfer.source == mine:
-            view = _view(*local[name], box).detach()
+            view = view_of(*local[name], box).detach()
             if view.dtype != plan.formats[name] or not view.is_contiguous():
                 if (name, box) not in copies:
                     copy = _buffer(box.size, plan.formats[name], view.device)
@@ -196,7 +204,7 @@ def _run(exchange: Exchange, local: Local, tensors: dict[str, Tensor], plan: Pla
             operations.append(dist.P2POp(dist.isend, view, world.ranks[transfer.destination],
                                          world.members, tag))
         elif transfer.destination == mine:
-            view = _view(tensors[name], plan.needed[mine][name], box)
+            view = view_of(tensors[name], plan.needed[mine][name], box)
             target = view
             if not view.is_contiguous():
                 target = _buffer(box.size, view.dtype, view.device)
@@ -209,13 +217,8 @@ def _run(exchange: Exchange, local: Local, tensors: dict[str, Tensor], plan: Pla
         view.copy_(target)
 
 
-def _view(local: Tensor, shard: Shard, box: Box) -> Tensor:
-    """A box of the whole in a local tensor; it lies in one of the shard's boxes."""
-    for outer, _, part in shard.parts(local):
-        if outer.overlap(box) == box:
-            return part[box.within(outer)]
-    raise ValueError(f"A rank that holds {[(b.start, b.size) for b in shard.boxes]} of a parameter "
-                     f"was to send or take {box.start, box.size}; make a new plan for this layout.")
+def _device(local: Local) -> torch.device:
+    return next((tensor.device for tensor, _ in local.values()), torch.device("cpu"))
 
 
 def _buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -102,11 +102,6 @@ class Plan:
         return sum(shard.numel * self.formats[name].itemsize
                    for name, shard in self.needed[rank].items())
 
-    def held_bytes(self, rank: int) -> int:
-        """Of this rank's training part, in the formats that travel."""
-        return sum(shard.numel * self.formats[name].itemsize
-                   for name, shard in self.held[rank].items())
-
     def peak_bytes(self, rank: int) -> int:
         """The most that is alive on this rank at a time above its shards, if the trainer holds
         float32 and every group is gone before the next: the group's tensors that are there, and

@@ -8,9 +8,8 @@ on every rank, in the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,45 +18,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kilter.comm.axis import Axis
+from kilter.comm.objects import raise_first, share_result
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.spec import ModelSpec
 from kilter.models.value import add_value_head
+from kilter.ops.packed import FLOATS
 from kilter.parallel.apply import Spread, apply, make_groups
 from kilter.parallel.checksum import weights_checksum
 from kilter.parallel.shards import Shard
-from kilter.rl.algorithms import Lesson
 from kilter.rl.config import RLJob
+from kilter.rl.environment import environment_of
 from kilter.rl.experience import Experience, Rollout
-from kilter.rl.gate import Disagreement
+from kilter.rl.failures import SAID
+from kilter.rl.judging import close_rewards, judged
 from kilter.rl.learners import Critic, CriticReport, Frozen, Policy, PolicyReport
+from kilter.rl.lesson import Lesson
 from kilter.rl.prompts import Question
 from kilter.rl.reshard import RolloutWeights, WeightSync, gather_holdings
 from kilter.rl.reshard_layout import rollout_formats, rollout_parts
 from kilter.rl.reshard_plan import Plan, make_plan
-from kilter.rl.rewards import Sample, WeightedReward, build_rewards, score
-from kilter.rl.rewards.config import resolve
-from kilter.rl.rewards.score import Unavailable
-from kilter.rl.rollout import Environment, RolloutEngine
+from kilter.rl.rewards import WeightedReward, build_rewards
+from kilter.rl.rewards.score import TOTAL
+from kilter.rl.rollout import RolloutEngine
 from kilter.serve.params import SamplingParams
 from kilter.tokens import Tokenizer
 from kilter.train.inputs import Start
 from kilter.train.lora import add_adapters
 from kilter.train.optimizer import Optimizer
 from kilter.train.peft import start_adapters
-from kilter.train.step import NotFinite
+from kilter.train.step import Phase
 from kilter.weights.bridge import ModelSource
 
 T = TypeVar("T")
-Phase = Callable[[str], AbstractContextManager[None]]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOTAL = "total"  # the reward part that is learned from
 MODEL_REWARD = "reward_model"
-# What all ranks of a role raise, or none of them. After anything else (a lost peer, no memory, a
-# mistake of ours) a rank leaves at once: others may be in the middle of a collective.
-SAID = (ValueError, NotFinite, Disagreement, Unavailable)
 
 
 @dataclass(frozen=True)
@@ -114,8 +110,8 @@ class Roles:
             self.reward_model = Frozen(self._frozen("reward_model", inputs.reward.spec,
                                                     inputs.reward, values=True), self._budget)
         if self._has("rollout"):
-            self.engine = RolloutEngine(spec, tokenizer, job.rollout_config(),
-                                        self._meshes["rollout"])
+            config = job.rollout_config(inputs.start.eos_token_ids)
+            self.engine = RolloutEngine(spec, tokenizer, config, self._meshes["rollout"])
             self._rewards = build_rewards(job.rewards)
         self.start_checksum: str = self._tell(
             "actor", lambda: weights_checksum(_made(self.policy).spread))
@@ -226,9 +222,7 @@ class Roles:
 
     def close(self) -> None:
         """Ends the processes that judge answers."""
-        for weighted in self._rewards:
-            if hasattr(weighted.reward, "close"):
-                weighted.reward.close()
+        close_rewards(self._rewards)
 
     # ---- making ----
 
@@ -286,21 +280,25 @@ class Roles:
     def _decoder(self, spec: ModelSpec) -> Decoder:
         model = self.job.model
         with torch.device("meta"):
-            return Decoder(spec, exact=model.exact, kv_dtype=DTYPES[model.kv_dtype],
+            return Decoder(spec, exact=model.exact, kv_dtype=FLOATS[model.kv_dtype],
                            products=model.products, max_positions=self.context)
+
+    def _actor(self) -> Decoder:
+        """The actor's model, with its adapters."""
+        model = self._decoder(self._inputs.start.spec)
+        if self.job.lora is not None:
+            add_adapters(model, self.job.lora)
+        return model
 
     def _spread(self, model: Decoder, layout: Layout, role: str) -> Spread:
         return apply(model, self._meshes[role], recompute=self.job.recompute,
-                     weights=DTYPES[self.job.precision],
+                     weights=FLOATS[self.job.precision],
                      pipeline=self.job.pipeline if layout.pp > 1 else None,
                      context=self.job.context)
 
     def _make_policy(self) -> Policy:
         job, start = self.job, self._inputs.start
-        model = self._decoder(start.spec)
-        if job.lora is not None:
-            add_adapters(model, job.lora)
-        spread = self._spread(model, job.layout, "actor")
+        spread = self._spread(self._actor(), job.layout, "actor")
         optimizer = Optimizer(spread.held, job.optimizer, spread.mesh.axis("dp_cp_tp"))
         self._fill(spread, start.source)
         if job.lora is not None:
@@ -340,26 +338,26 @@ class Roles:
 
     def _make_sync(self) -> WeightSync | None:
         """The way of the weights, on the ranks that train or roll out."""
-        job = self.job
         rollout = self._ranks("rollout")
         ranks = range(rollout.stop)
         if self._rank not in ranks:
             return None
         self._movers = self._meshes["movers"].axis("world")
-        spread = None if self.policy is None else self.policy.spread
-        held = gather_holdings({} if spread is None else spread.local, self._movers)
-        whole = self._decoder(self._inputs.start.spec)
-        if job.lora is not None:
-            add_adapters(whole, job.lora)
-        tp = job.rollout.tp
-        parts = rollout_parts(whole, tp)
+        held = gather_holdings({} if self.policy is None else self.policy.spread.local,
+                               self._movers)
+        parts, formats = self._replica()
         nothing: dict[str, Shard] = {}
-        needed = [parts[(rank - rollout.start) % tp] if rank in rollout else nothing
+        needed = [parts[(rank - rollout.start) % len(parts)] if rank in rollout else nothing
                   for rank in ranks]
-        formats = rollout_formats(whole, DTYPES[job.precision])
-        if job.lora is not None:
+        if self.job.lora is not None:
             self._adapters = make_plan(held, needed, formats, adapters_only=True)
         return WeightSync(make_plan(held, needed, formats), self._movers)
+
+    def _replica(self) -> tuple[list[dict[str, Shard]], dict[str, torch.dtype]]:
+        """What each rank of a rollout replica has of the actor, and in which formats."""
+        whole = self._actor()
+        return (rollout_parts(whole, self.job.rollout.tp),
+                rollout_formats(whole, FLOATS[self.job.precision]))
 
     # ---- telling ----
 
@@ -368,88 +366,12 @@ class Roles:
         ranks = self._ranks(role)
         if len(ranks) == self.world.size:
             return work()
-        told: list[Any] = [None, None]
-        if self._rank in ranks:
-            try:
-                told = [work(), None]
-            except SAID as error:
-                told = [None, error]
-        dist.broadcast_object_list(told, self.world.ranks[ranks.start], group=self.world.members)
-        found: T = told[0]
-        if told[1] is not None:
-            raise told[1]
-        return found
+        return share_result(work if self._rank in ranks else None, self.world, ranks.start, SAID)
 
 
 def _made(role: T | None) -> T:
     assert role is not None  # only its own ranks are asked
     return role
-
-
-def raise_first(failure: Exception | None, axis: Axis) -> None:
-    """Raises an axis's first failure on all of its ranks; every rank calls, most with None."""
-    failures = [failure]
-    if axis.size > 1:
-        failures = [None] * axis.size
-        dist.all_gather_object(failures, failure, group=axis.members)
-    for found in failures:
-        if found is not None:
-            raise found
-
-
-def judged(rollouts: Sequence[Rollout], by_id: Mapping[str, Question],
-           rewards: Sequence[WeightedReward], tokenizer: Tokenizer, axis: Axis) -> list[Rollout]:
-    """With the verifiable rewards, which a replica's first rank asks for; all of its ranks call."""
-    parts: list[Any] = [None]
-    if axis.index == 0:
-        try:
-            samples = [Sample.of(prompt=by_id[rollout.id.rpartition("/")[0]].item.messages,
-                                 tokens=rollout.tokens, is_action=rollout.is_action,
-                                 decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-                                 finish=rollout.finish,
-                                 reference=by_id[rollout.id.rpartition("/")[0]].item.reference)
-                       for rollout in rollouts]
-            parts = [score(rewards, samples) if samples and rewards else
-                     {TOTAL: [0.0] * len(samples)}]
-        except SAID as error:
-            parts = [error]
-    if axis.size > 1:
-        dist.broadcast_object_list(parts, axis.ranks[0], group=axis.members)
-    if isinstance(parts[0], Exception):
-        raise parts[0]
-    return [replace(rollout, rewards={name: values[i] for name, values in parts[0].items()})
-            for i, rollout in enumerate(rollouts)]
-
-
-def environment_of(path: str | None, tokenizer: Tokenizer, vocab: int) -> Environment | None:
-    """The function that a job names, giving tokens; ValueError where it fails.
-
-    Args:
-        vocab: of the model, which tokens have to be below.
-    """
-    if path is None:
-        return None
-    function = resolve(path)
-
-    def environment(rollout: Rollout) -> Sequence[int] | None:
-        try:
-            said = function(rollout, tokenizer)
-        except Exception as error:
-            raise ValueError(f"The environment {path} failed on sample {rollout.id}: "
-                             f"{type(error).__name__}: {error}") from error
-        if isinstance(said, str):
-            return tokenizer.encode(said)
-        if said is None or (isinstance(said, Sequence) and not isinstance(said, bytes)
-                            and all(isinstance(token, int) for token in said)):
-            if bad := [token for token in said or () if not 0 <= token < vocab]:
-                raise ValueError(f"The environment {path} answered sample {rollout.id} with the "
-                                 f"token id {bad[0]}, but the model has ids from 0 to {vocab - 1}; "
-                                 "return a text, or ids of its tokenizer.")
-            return said
-        raise ValueError(f"The environment {path} answered sample {rollout.id} with {said!r}; "
-                         "return a text, a list of token ids, or None to end it.")
-
-    return environment
 
 
 def world_of(job: RLJob, axis: Axis) -> str:

@@ -18,10 +18,9 @@ trainer's formats, so that the ratio of the two is exactly 1 for as long as the 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -29,21 +28,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kilter.comm.collectives import split_sizes
+from kilter.comm.objects import gather_objects
 from kilter.mesh.layout import Layout
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.linear import Embedding, Linear
 from kilter.models.spec import ModelSpec
+from kilter.ops.packed import FLOATS
 from kilter.parallel.apply import kv_sharers
 from kilter.parallel.tensor import apply_tensor
-from kilter.rl.experience import FinishReason, Rollout
-from kilter.rl.rollout_config import (
-    DTYPES,
-    Prompt,
-    RolloutConfig,
-    check_params,
-    sample_seed,
-)
+from kilter.rl.environment import Environment
+from kilter.rl.experience import Rollout
+from kilter.rl.partial_rollout import PartialRollout
+from kilter.rl.rollout_config import Prompt, RolloutConfig, check_params, sample_seed
 from kilter.serve.engine import Engine
 from kilter.serve.executor import Executor, local_spec
 from kilter.serve.pages import PagePool
@@ -56,9 +53,6 @@ from kilter.weights.load import put_weight
 __all__ = ["Environment", "Prompt", "RolloutConfig", "RolloutEngine", "check_params",
            "rollout_mesh", "sample_seed"]
 
-# Given an answer that has come to a stop, the tokens that follow it (a tool's output, the next
-# question), or None where it is over.
-Environment = Callable[[Rollout], Sequence[int] | None]
 Partials = Literal["restart", "continue"]
 
 
@@ -98,7 +92,7 @@ class RolloutEngine:
         self._device = (torch.device("cuda", torch.cuda.current_device())
                         if mesh.device_type == "cuda" else torch.device(mesh.device_type))
         with torch.device("meta"):
-            model = Decoder(spec, exact=config.exact, kv_dtype=DTYPES[config.kv_dtype],
+            model = Decoder(spec, exact=config.exact, kv_dtype=FLOATS[config.kv_dtype],
                             products=config.products, max_positions=config.engine.max_context)
         if config.lora is not None:
             add_adapters(model, config.lora)
@@ -197,11 +191,7 @@ class RolloutEngine:
 
     def gather(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """All replicas' rollouts on every rank, in the order of the prompts that were shared."""
-        axis = self.mesh.axis("dp")
-        if axis.size == 1:
-            return list(rollouts)
-        every: list[Any] = [None] * axis.size
-        dist.all_gather_object(every, list(rollouts), group=axis.members)
+        every = gather_objects(list(rollouts), self.mesh.axis("dp"))
         return [rollout for part in every for rollout in part]
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, step: int,
@@ -223,7 +213,7 @@ class RolloutEngine:
             ValueError: for settings or prompts that cannot be; nothing was sampled.
             RuntimeError: asleep, without weights, or if the logits are broken.
         """
-        samples = [_Sample(f"{prompt.id}/{i}", prompt.group, list(prompt.ids))
+        samples = [PartialRollout(f"{prompt.id}/{i}", prompt.group, list(prompt.ids))
                    for prompt in prompts for i in range(prompt.n)]
         return self._phase(samples, params, seed, step, environment)
 
@@ -248,7 +238,8 @@ class RolloutEngine:
         if done:
             raise ValueError(f"The rollouts {', '.join(done[:10])} are finished; only those with "
                              "finish \"abort\" can be resumed.")
-        samples = [_Sample.of(rollout, whole=in_flight == "continue") for rollout in partials]
+        samples = [PartialRollout.of(rollout, whole=in_flight == "continue")
+                   for rollout in partials]
         return self._phase(samples, params, seed, step, environment)
 
     def interrupt(self) -> None:
@@ -259,7 +250,7 @@ class RolloutEngine:
 
     # ---- parts of a phase ----
 
-    def _phase(self, samples: list[_Sample], params: SamplingParams, seed: int, step: int,
+    def _phase(self, samples: list[PartialRollout], params: SamplingParams, seed: int, step: int,
                environment: Environment | None) -> list[Rollout]:
         check_params(params)
         if self._asleep:
@@ -270,15 +261,15 @@ class RolloutEngine:
         self._check_samples(samples, params)
         return self._together(lambda: self._run(samples, params, seed, step, environment))
 
-    def _run(self, samples: list[_Sample], params: SamplingParams, seed: int, step: int,
+    def _run(self, samples: list[PartialRollout], params: SamplingParams, seed: int, step: int,
              environment: Environment | None) -> list[Rollout]:
         """On the replica's first rank."""
         engine = self.engine
         assert engine is not None
         self._interrupted.clear()
-        running: dict[int, _Sample] = {}
+        running: dict[int, PartialRollout] = {}
 
-        def start(sample: _Sample) -> None:
+        def start(sample: PartialRollout) -> None:
             left = params.max_tokens - sample.actions
             if left <= 0 or len(sample.tokens) >= engine.max_context:
                 sample.finish = "length"
@@ -349,7 +340,7 @@ class RolloutEngine:
 
     # ---- checks ----
 
-    def _check_samples(self, samples: Sequence[_Sample], params: SamplingParams) -> None:
+    def _check_samples(self, samples: Sequence[PartialRollout], params: SamplingParams) -> None:
         """On every rank alike, before anything is sent."""
         vocab, context = self.model.spec.vocab_size, self._executor.max_context
         params.check(vocab)
@@ -384,7 +375,7 @@ class RolloutEngine:
                              f"it is {list(shard.local_shape)}.")
         module, leaf = self._place(name)
         matrix = leaf == "weight" and isinstance(module, Linear | Embedding)
-        allowed = {torch.float32, DTYPES[self.config.precision]} if matrix else {torch.float32}
+        allowed = {torch.float32, FLOATS[self.config.precision]} if matrix else {torch.float32}
         if value.dtype not in allowed:
             raise ValueError(f"{name} came as {value.dtype}, but the trainer computes with it in "
                              f"{'float32' if len(allowed) == 1 else 'float32 or bfloat16'}; send "
@@ -402,56 +393,3 @@ class RolloutEngine:
                                          == value.untyped_storage().data_ptr()):
             # Nothing was rounded, moved or packed: it is the trainer's own memory.
             setattr(module, leaf, nn.Parameter(held.detach().clone(), requires_grad=False))
-
-
-@dataclass
-class _Sample:
-    """A sequence in the making."""
-
-    id: str
-    group: int
-    tokens: list[int]
-    is_action: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    actions: int = 0
-
-    def __post_init__(self) -> None:
-        given = len(self.tokens) - len(self.is_action)
-        self.is_action += [False] * given
-        self.logprobs += [math.nan] * given
-        self.versions += [-1] * given
-        self.actions = sum(self.is_action)
-
-    @staticmethod
-    def of(rollout: Rollout, whole: bool) -> _Sample:
-        """To go on with all of a rollout, or with what comes before its first action."""
-        flags = list(rollout.is_action)
-        end = len(flags) if whole or not any(flags) else flags.index(True)
-        return _Sample(rollout.id, rollout.group, list(rollout.tokens[:end]), flags[:end],
-                       list(rollout.logprobs[:end]), list(rollout.versions[:end]))
-
-    def act(self, token: int, logprob: float, version: int) -> None:
-        self._append(token, True, logprob, version)
-        self.actions += 1
-
-    def observe(self, tokens: Sequence[int], context: int) -> None:
-        """Goes on after these, or ends where they leave no room for an answer."""
-        if len(self.tokens) + len(tokens) >= context:
-            self.finish = "length"
-            return
-        for token in tokens:
-            self._append(token, False, math.nan, -1)
-        self.finish = None
-
-    def rollout(self) -> Rollout:
-        assert self.finish is not None
-        return Rollout(list(self.tokens), list(self.is_action), list(self.logprobs),
-                       list(self.versions), self.group, self.finish, self.id)
-
-    def _append(self, token: int, is_action: bool, logprob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.is_action.append(is_action)
-        self.logprobs.append(logprob)
-        self.versions.append(version)

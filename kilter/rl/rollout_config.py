@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
+from kilter.ops.packed import FLOATS
 from kilter.serve.engine_config import EngineConfig
 from kilter.serve.params import SamplingParams
 from kilter.train.lora import LoraConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class RolloutConfig:
         problems = []
         if self.precision not in ("fp32", "bf16"):
             problems.append(f"precision is {self.precision!r} but must be fp32 or bf16")
-        if self.kv_dtype not in DTYPES:
+        if self.kv_dtype not in FLOATS:
             problems.append(f"kv_dtype is {self.kv_dtype!r} but must be fp32, bf16 or fp16")
         if problems:
             raise ValueError(f"Rollouts cannot be made so: {'; '.join(problems)}.")

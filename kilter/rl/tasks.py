@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from kilter.job import FilePath
 from kilter.rl.rewards.config import resolve
 
 Split = Literal["train", "held_out"]
@@ -114,8 +115,8 @@ class FileConfig:
         system: a system message before each prompt that has none.
     """
 
-    path: str
-    held_out: str | None = None
+    path: FilePath
+    held_out: FilePath | None = None
     system: str = ""
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kilter.job import FilePath
 from kilter.mesh.layout import Layout
 from kilter.parallel.context.plan import ContextConfig
 from kilter.parallel.pipeline.executor import PipelineConfig
@@ -56,7 +57,7 @@ class ModelConfig:
     """
 
     path: str | None = None
-    config: str | Mapping[str, Any] | None = None
+    config: FilePath | Mapping[str, Any] | None = None
     tokenizer: str | None = None
     std: float = 0.02
     exact: bool = True
@@ -177,7 +178,7 @@ class TrainJob:
         dpo: how ``dpo`` compares answers.
     """
 
-    output: str
+    output: FilePath
     model: ModelConfig
     data: DataConfig
     kind: Kind = "pretrain"
@@ -275,7 +276,8 @@ class TrainJob:
 FREE = ("output", "steps", "epochs", "export", "layout", "pipeline", "context", "recompute",
         "checkpoint", "eval", "log", "launch")
 # What a run is steered with on its way, say after a NaN: it may differ too, and is told.
-STEERING = ("optimizer.lr", "optimizer.muon_lr", "schedule", "max_norm")
+STEERING = ("optimizer.lr", "optimizer.muon_lr", "schedule", "max_norm", "update.max_norm",
+            "critic.optimizer.lr", "critic.optimizer.muon_lr")  # the last three of RL
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any],

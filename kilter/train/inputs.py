@@ -46,6 +46,11 @@ class Start:
     tokenizer: Tokenizer
     carried: Path | None
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """That the model's files name, beside the tokenizer's own."""
+        return () if self.source is None else self.source.eos_token_ids
+
 
 @dataclass(frozen=True)
 class Inputs(Start):
@@ -149,7 +154,7 @@ def _new_spec(model: ModelConfig, tokenizer: Tokenizer) -> ModelSpec:
                          f"{', '.join(FAMILIES)}.")
     spec = FAMILIES[name].to_spec(raw)
     if isinstance(model.config, Mapping) and (unread := sorted(raw.keys() - raw.read)):
-        close = difflib.get_close_matches(unread[0], raw.read - raw.keys(), n=1)
+        close = difflib.get_close_matches(unread[0], raw.read - {"architectures"}, n=1)
         raise ValueError(f"model.config has fields that nothing of a {name} is made from: "
                          f"{', '.join(unread)}. Leave them out."
                          + (f" Did you mean {close[0]}?" if close else ""))

@@ -30,6 +30,7 @@ from kilter.job import JobError, build, dump
 from kilter.mesh.mesh import Mesh
 from kilter.models.decoder import Decoder
 from kilter.models.value import add_value_head
+from kilter.ops.packed import FLOATS
 from kilter.parallel.apply import apply
 from kilter.parallel.checksum import weights_checksum
 from kilter.train.checkpoint import (
@@ -51,8 +52,6 @@ from kilter.train.pieces import Pieces, pieces_of
 from kilter.train.preference.objective import PairObjective
 from kilter.train.preference.reference import Tables, made_tables, reference, stored_tables
 from kilter.train.step import NotFinite, evaluate, token_losses, train_step
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,13 @@ class Run:
         self.output = Path(job.output)
         with torch.device("meta"):
             model = Decoder(inputs.spec, exact=job.model.exact,
-                            kv_dtype=_DTYPES[job.model.kv_dtype], products=job.model.products,
+                            kv_dtype=FLOATS[job.model.kv_dtype], products=job.model.products,
                             max_positions=job.data.seq_len)
         if job.lora is not None:
             add_adapters(model, job.lora)
         if job.kind == "reward":
             add_value_head(model)
-        self.spread = apply(model, mesh, recompute=job.recompute, weights=_DTYPES[job.precision],
+        self.spread = apply(model, mesh, recompute=job.recompute, weights=FLOATS[job.precision],
                             pipeline=job.pipeline, context=job.context)
         self.optimizer = Optimizer(self.spread.held, job.optimizer, mesh.axis("dp_cp_tp"))
         dp = mesh.axis("dp")
@@ -271,7 +270,7 @@ class Run:
         place = self.output / "checkpoints"
         if self.job.export:
             place = self.output / "model"
-            export_model(self.spread, self.inputs, self.output, _DTYPES[self.job.precision],
+            export_model(self.spread, self.inputs, self.output, FLOATS[self.job.precision],
                          lora=self.job.lora, base=self.job.model.path,
                          reward_ends=self._ends() if self.job.kind == "reward" else None)
         return Ending(self.step, False, f"Finished {self.steps} steps over {self.tokens} tokens; "

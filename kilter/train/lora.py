@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kilter.comm.collectives import all_reduce_sum
+from kilter.job import FilePath
 from kilter.models.adapter import PROJECTIONS, Adapter, adapters, arrangement
 from kilter.models.decoder import Decoder
 from kilter.models.init import initial
@@ -60,7 +61,7 @@ class LoraConfig:
     dora: bool = False
     rslora: bool = False
     seed: int = 0
-    path: str | None = None
+    path: FilePath | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))

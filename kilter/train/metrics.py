@@ -13,8 +13,6 @@ checkpoints are left out). On a GPU a phase is the host's: a kernel counts where
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 import time
@@ -32,12 +30,13 @@ from kilter.models.spec import ModelSpec
 from kilter.parallel.apply import Spread
 from kilter.report.machine import best_seconds, gemm_rate
 from kilter.report.text import short, size
-from kilter.train.config import OF_PAIRS, LogConfig, TrainJob
+from kilter.train.config import OF_PAIRS, TrainJob
 from kilter.train.data import Pack
+from kilter.train.record import Record
 from kilter.train.step import StepResult
 
 
-class Monitor:
+class Monitor(Record):
     """Measures a run and tells of it. Every rank has one and calls all of it.
 
     Args:
@@ -47,7 +46,8 @@ class Monitor:
 
     def __init__(self, job: TrainJob, spread: Spread, step: int, steps: int) -> None:
         mesh = spread.mesh
-        self.unread = False  # whether the console is gone, which ends the run
+        super().__init__(Path(job.output) if mesh.rank == 0 else None, jsonl=job.log.jsonl,
+                         tensorboard=job.log.tensorboard, step=step)
         self._config, self._steps, self._mesh = job.log, steps, mesh
         self._counted = "pairs" if job.kind in OF_PAIRS else "targets"
         self._device = torch.device(mesh.device_type)
@@ -63,15 +63,13 @@ class Monitor:
         self._peak_source = "declared" if declared else "measured"
         self._peak = float(all_reduce_sum(torch.tensor(
             [declared or measured_peak(self._device)], dtype=torch.float64), mesh.axis("world")))
-        self._files = _Files(Path(job.output), job.log, step) if mesh.rank == 0 else None
         self._profile: torch.profiler.profile | None = None
         self._folder = Path(job.output) / "profile"
         self._traffic: dict[str, Any] = {}
-        self._seconds: dict[str, float] = {}
         self._flops, self._tokens, self._since = 0.0, 0, time.perf_counter()
-        if self._files is not None:
+        if self._first:
             parameters = sum(torch.Size(shard.shape).numel() for shard in spread.shards.values())
-            self._files.write("start", step, {
+            self.write("start", step, {
                 "layout": str(job.layout), "ranks": job.layout.world, "parameters": parameters,
                 "device": mesh.device_type, "peak_flops": self._peak,
                 "peak_source": self._peak_source})
@@ -79,28 +77,12 @@ class Monitor:
                      f"{'rank' if job.layout.world == 1 else 'ranks'} ({job.layout}); {steps} "
                      f"steps of {job.micro_batches} packs of up to {job.data.seq_len} tokens.")
 
-    def say(self, text: str) -> None:
-        """A line on the console."""
-        if self._files is not None and not self.unread:
-            try:
-                print(text, flush=True)
-            except OSError:  # a reader that went away, a terminal that was closed
-                self.unread = True
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around a step: counts what it sends if it will be told of, traces it if that was asked
         for."""
         wanted = self._config.profile
-        if (wanted and wanted[0] <= number <= wanted[1] and self._files is not None
+        if (wanted and wanted[0] <= number <= wanted[1] and self._first
                 and self._profile is None):
             self._profile = torch.profiler.profile(record_shapes=True)
             self._profile.start()
@@ -139,11 +121,10 @@ class Monitor:
         memory = int(all_reduce_max(torch.tensor([peak_memory(self._device)]),
                                     self._mesh.axis("world")))
         rate, mfu = self._tokens / spent, flops / spent / self._peak
-        if self._files is not None:
-            self._files.write("train", step, {
-                "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens": tokens,
-                "targets": result.valid, "epoch": epoch, "tokens_per_second": rate, "mfu": mfu,
-                "memory_bytes": memory, "seconds": seconds, "comm": self._traffic, **more})
+        self.write("train", step, {
+            "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens": tokens,
+            "targets": result.valid, "epoch": epoch, "tokens_per_second": rate, "mfu": mfu,
+            "memory_bytes": memory, "seconds": seconds, "comm": self._traffic, **more})
         self.say(f"step {step}/{self._steps}  loss {result.loss:.4f}{_said(more)}"
                  f"  norm {result.grad_norm:.3g}"
                  f"  lr {lr:.3g}  {short(rate)} tokens/s  MFU {mfu:.1%} of {short(self._peak)}"
@@ -153,15 +134,13 @@ class Monitor:
 
     def evaluated(self, step: int, loss: float, targets: int, more: Mapping[str, float]) -> None:
         """After an evaluation."""
-        if self._files is not None:
-            self._files.write("eval", step, {"loss": loss, "targets": targets, **more})
+        self.write("eval", step, {"loss": loss, "targets": targets, **more})
         self.say(f"step {step}/{self._steps}  held-out loss {loss:.4f}{_said(more)} over {targets} "
                  f"{self._counted}")
 
     def close(self) -> None:
         self._end_profile()
-        if self._files is not None:
-            self._files.close()
+        super().close()
 
     def _is_told(self, step: int) -> bool:
         return step % self._config.every == 0 or step == self._steps
@@ -175,36 +154,6 @@ class Monitor:
         assert self._config.profile is not None
         first, last = self._config.profile
         profile.export_chrome_trace(str(self._folder / f"steps-{first}-{last}.json"))
-
-
-class _Files:
-    """Where rank 0 writes. What files hold of later steps than ``step`` is taken back."""
-
-    def __init__(self, output: Path, config: LogConfig, step: int) -> None:
-        self._lines = self._board = None
-        output.mkdir(parents=True, exist_ok=True)
-        if config.jsonl:
-            path = output / "metrics.jsonl"
-            take_back(path, step)
-            self._lines = open(path, "a", encoding="utf-8")  # noqa: SIM115  (see close)
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
-
-    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        if self._lines is not None:
-            self._lines.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-            self._lines.flush()
-        if self._board is not None:
-            for name, value in numbers(values):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def training_flops(spec: ModelSpec, matrices: int, lengths: Sequence[int]) -> float:
@@ -261,33 +210,8 @@ def by_axis(counter: CommCounter) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def take_back(path: Path, step: int) -> None:
-    """Drops the lines of later steps than this, and a last line that was cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            late = json.loads(line)["step"] > step
-        except ValueError:
-            continue  # the process died while it wrote this
-        if not late:
-            kept.append(line + "\n")
-    new = path.with_name(f".{path.name}.new")
-    new.write_text("".join(kept), encoding="utf-8")
-    os.replace(new, path)
-
-
 def _said(more: Mapping[str, float]) -> str:
     """What the console says of the numbers beside the loss."""
     if "accuracy" not in more:
         return ""
     return f"  accuracy {more['accuracy']:.1%}  margin {more['margin']:.3g}"
-
-
-def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", float(value)

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_to_all_rows
+from kilter.comm.objects import gather_objects
 from kilter.parallel.data import Held
 from kilter.parallel.shards import Box, Shard
 
@@ -49,10 +49,7 @@ class Muon:
         self._beta, self._decay, self._adjustment = momentum, weight_decay, adjustment
         self.momentum = {p: torch.zeros_like(p) for p in stepped}
         mine = [h.shard for h in held]
-        every = [mine]
-        if holders.size > 1 and held:
-            every = [[]] * holders.size
-            dist.all_gather_object(every, mine, group=holders.members)
+        every = gather_objects(mine, holders) if held else [mine]
         self._shards = list(zip(*every, strict=True))  # of every matrix, what each rank has of it
 
     @torch.no_grad()

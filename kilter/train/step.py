@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kilter.comm.axis import Axis
+from kilter.comm.objects import gather_objects
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
 from kilter.parallel.context.plan import spread_batch
@@ -222,15 +223,8 @@ def _summed(values: Tensor, axis: Axis) -> Tensor:
 def _not_finite(spread: Spread, loss: float, norm: float, own_loss: float) -> str:
     """A sentence that names the ranks and parameters at fault; collective."""
     mine = (spread.mesh.rank, loss, math.isfinite(own_loss), culprits(spread.held))
-    every: list[tuple[int, float, bool, list[str]] | None] = [mine]
-    world = spread.mesh.axis("world")
-    if world.size > 1:
-        every = [None] * world.size
-        dist.all_gather_object(every, mine, group=world.members)
     said: dict[str, list[int]] = {}
-    for entry in every:
-        assert entry is not None
-        rank, theirs, finite, names = entry
+    for rank, theirs, finite, names in gather_objects(mine, spread.mesh.axis("world")):
         loss = loss if math.isfinite(theirs) else theirs  # of ranks that should have the same
         what = [] if finite else ["the loss"]
         if names:

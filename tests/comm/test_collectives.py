@@ -76,8 +76,6 @@ def check_wrong_sizes() -> None:
         collectives.all_gather_rows(x, axis, [1, 1, 1])
     with pytest.raises(ValueError, match="to send, but there are 3 rows"):
         collectives.all_to_all_rows(x, axis, [1, 1], [1, 1])
-    with pytest.raises(ValueError, match="3 rows to split"):
-        autograd.split_rows(x, axis, [2, 2])
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -137,9 +135,8 @@ def check_gradient(name: str, n: int) -> None:
 
 
 def check_shared_inputs(n: int) -> None:
-    """copy_to, split_rows and shared_rows: one tensor that all ranks hold."""
+    """copy_to and shared_rows: one tensor that all ranks hold."""
     axis = Mesh(Layout(tp=n)).axis("tp")
-    sizes = collectives.split_sizes(5, n)
     weights = parts(n, 5, 3)
     x = torch.randn(5, 3, requires_grad=True)
     (autograd.copy_to(x, axis) * weights[axis.index]).sum().backward()
@@ -147,11 +144,6 @@ def check_shared_inputs(n: int) -> None:
     x.grad = None
     (autograd.sum_grads(x, axis) * weights[axis.index]).sum().backward()
     assert torch.equal(x.grad, tree_add(weights))
-    x.grad = None
-    rows = autograd.split_rows(x, axis, sizes)
-    assert torch.equal(rows, x.split(sizes)[axis.index])
-    (rows * weights[0].split(sizes)[axis.index]).sum().backward()
-    assert torch.equal(x.grad, weights[0])
     x.grad = None
     (autograd.shared_rows(x, 2, axis) * weights[axis.index]).sum().backward()
     assert torch.equal(x.grad[:2], weights[axis.index][:2])
@@ -177,7 +169,7 @@ def test_one_rank_is_the_identity() -> None:
               collectives.all_to_all_rows(x, SINGLE, [4], [4]),
               autograd.copy_to(x, SINGLE), autograd.reduce_from(x, SINGLE),
               autograd.gather_rows(x, SINGLE, [4]), autograd.scatter_rows(x, SINGLE, [4]),
-              autograd.split_rows(x, SINGLE, [4]), autograd.sum_grads(x, SINGLE),
+              autograd.sum_grads(x, SINGLE),
               autograd.shared_rows(x, 2, SINGLE)):
         assert y is x
     collectives.barrier(SINGLE)

@@ -82,7 +82,7 @@ def check_that_ranks_go_on() -> None:
 
 
 def test_a_rank_computes_before_the_others_are_there(ranks: RankPool) -> None:
-    ranks.run(2, check_that_ranks_go_on, timeout=20.0)
+    ranks.run(2, check_that_ranks_go_on)
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -36,7 +36,7 @@ def one_device(model: str, optimizer: OptimizerConfig) -> Outcome:
 def test_layout_equals_one_device(ranks: RankPool, name: str) -> None:
     (case,) = [c for c in cases() if c.name == name]
     outcomes = ([train(case)] if case.layout.world == 1
-                else ranks.run(case.layout.world, train, case, timeout=300))
+                else ranks.run(case.layout.world, train, case))
     plain = OptimizerConfig(**{**vars(case.optimizer), "offload": False})
     difference = compare(outcomes, one_device(case.model, plain))
     assert difference.good, difference

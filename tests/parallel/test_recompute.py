@@ -52,7 +52,7 @@ def computed(recompute: Recompute) -> tuple[Counter[tuple[str, int]], dict[str, 
     (Recompute("full", every=2), {(part, layer) for part in OPS for layer in (0, 2)}),
     (Recompute("full", every=3), {(part, layer) for part in OPS for layer in (0, 3)}),
     *((Recompute("selective", parts=(part,)), {(part, layer) for layer in range(4)})
-      for part in OPS)], ids=str)
+      for part in OPS)], ids=lambda value: str(value) if isinstance(value, Recompute) else "")
 def test_what_is_named_is_computed_twice(recompute: Recompute, twice: set[tuple[str, int]]) -> None:
     seen, grads = computed(recompute)
     assert seen == {(part, layer): 1 + ((part, layer) in twice)

@@ -12,8 +12,9 @@ from kilter.models.decoder import Decoder
 from kilter.models.spec import LayerSpec, ModelSpec, RopeSpec
 from kilter.parallel.heads import split_model
 from kilter.parallel.load import fill
-from kilter.parallel.shards import Box, Shard, covers
+from kilter.parallel.shards import Box, Shard
 from kilter.parallel.tensor import placements
+from tests.parallel.boxes import covers
 
 
 def spec_of(heads: int, groups: int, ffn: int, vocab: int = 300, qk_norm: bool = True) -> ModelSpec:

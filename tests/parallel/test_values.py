@@ -20,7 +20,7 @@ from kilter.parallel.apply import Spread, apply
 from kilter.parallel.norm import gradient_norm
 from kilter.parallel.pipeline.executor import PipelineConfig
 from kilter.parallel.recompute import Recompute
-from kilter.parallel.values import TokenValues
+from kilter.parallel.values import token_values
 from kilter.train.export import whole_parameters
 from kilter.train.step import local_rows
 from kilter.weights.bridge import open_model
@@ -171,7 +171,8 @@ def test_values_do_not_depend_on_company() -> None:
     assert torch.equal(together[3:11], alone)
     decoder = spread.model
     assert isinstance(decoder, ValueModel)
-    direct = TokenValues(decoder, spread.mesh.axis("tp"), False)(Batch.of(PACKS[0].sequences))
+    direct = token_values(decoder, Batch.of(PACKS[0].sequences), None, spread.mesh.axis("tp"),
+                          False)
     assert torch.equal(direct, together) and torch.equal(decoder(Batch.of(PACKS[0].sequences)),
                                                          together)
 

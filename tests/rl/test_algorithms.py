@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kilter.job import dump
-from kilter.rl.algorithms import ALGORITHMS, RecipeConfig, make_lesson, shaped_rewards
+from kilter.rl.algorithms import ALGORITHMS, RecipeConfig
 from kilter.rl.experience import Experience, Rollout
+from kilter.rl.lesson import make_lesson, shaped_rewards
 from kilter.rl.rewards import Sample
 from tests.rl.tiny_job import LETTERS, MODEL, make_job, new_run, run_rank, told
 

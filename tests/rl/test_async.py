@@ -40,7 +40,7 @@ from kilter.rl.rollout import Prompt
 from kilter.rl.tasks import TaskItem
 from kilter.serve.params import SamplingParams
 from tests.ranks import RankPool
-from tests.rl.local_replica import Seen, run_local
+from tests.rl.local_replica import Clock, Seen, run_local
 from tests.rl.tiny_job import make_job
 from tests.rl.tiny_policy import spec
 
@@ -83,7 +83,8 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
 
 
 def _apart(job: dict[str, Any], ray: bool) -> Seen:
-    return run_local(build(RLJob, job), apart=ray, pause=0.02)
+    made = build(RLJob, job)
+    return run_local(made, apart=ray, ahead=min(1, made.placement.max_staleness))
 
 
 def test_a_trainer_of_several_ranks_and_roles(ranks: RankPool, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_trainer_of_several_ranks_and_roles(ranks: RankPool, tmp_path: Path) -
                                                       (4, "continue")])
 def test_no_token_is_older_than_allowed(tmp_path: Path, staleness: int, in_flight: str) -> None:
     seen = run_local(job_of(tmp_path, staleness, 2, steps=8, placement={"in_flight": in_flight},
-                            rollout={"max_tokens": 16}), pause=0.03, slow=0.01)
+                            rollout={"max_tokens": 16}), ahead=1, hold=3)
     assert seen.groups == list(range(8 * 4))
     assert all(0 <= age <= staleness for ages in seen.ages for age in ages)
     assert max(age for ages in seen.ages for age in ages) >= 1  # or this would prove nothing
@@ -131,16 +132,18 @@ def test_a_hand_out_that_is_too_eager_is_found(tmp_path: Path, monkeypatch: pyte
                         lambda **kwargs: real(**kwargs) + 3 * kwargs["batch"])
     with pytest.raises(TooStale, match=r"'p\d+/\d' has tokens of the weights 0 to 0, but "
                                        "the trainer's are 2 and placement.max_staleness is 1"):
-        run_local(job_of(tmp_path, 1, steps=6), pause=0.1)
+        run_local(job_of(tmp_path, 1, steps=6), ahead=8)
 
 
 def test_a_replica_that_dies_loses_and_doubles_nothing(tmp_path: Path) -> None:
     deaths = [frozenset({1}), frozenset({2}), frozenset({1, 2})]
     want = run_local(make_job(tmp_path / "sync"), apart=False)
-    got = run_local(job_of(tmp_path / "dying", 0, 2), deaths=deaths)
-    same(got, want)
-    assert sum(told["rollouts"]["replaced"] for told in got.told) == 3
-    late = run_local(job_of(tmp_path / "late", 2, 2, steps=6), deaths=deaths, pause=0.02)
+    for replicas in (1, 2):
+        got = run_local(job_of(tmp_path / str(replicas), 0, replicas), deaths=deaths)
+        same(got, want)
+        assert sum(told["rollouts"]["replaced"] for told in got.told) == len(got.lost)
+        assert len(got.lost) == 3 or replicas == 2  # of which one may do the other's work
+    late = run_local(job_of(tmp_path / "late", 2, 2, steps=6), deaths=deaths, ahead=1)
     assert late.groups == list(range(6 * 4))
     assert all(len(set(e.ids)) == e.num_seqs == 16 for e in late.experiences)
     assert all(age <= 2 for ages in late.ages for age in ages)
@@ -151,13 +154,17 @@ def test_replicas_that_always_die_end_the_run(tmp_path: Path) -> None:
         run_local(job_of(tmp_path, 1, launch={"max_restarts": 2}), deaths=[frozenset({1})] * 9)
 
 
-def test_a_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
-    """Nobody hears of it again, and it had work: that is given out again."""
-    hangs = [frozenset({1}), frozenset({2})]
+def test_a_replica_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears of it again, and it had work: that is given out again. One that works may be
+    taken for one that hangs, when the clock leaps."""
+    hangs, clock = [frozenset({1}), frozenset({2})], Clock()
+    monkeypatch.setattr(rollouts_module, "time", clock)
     want = run_local(make_job(tmp_path / "sync"), apart=False)
-    got = run_local(job_of(tmp_path / "hanging", 0, 2, placement={"deadline": 1.5}), hangs=hangs)
+    got = run_local(job_of(tmp_path / "hanging", 0, 2, launch={"max_restarts": 10000}),
+                    hangs=hangs, clock=clock)
     same(got, want)
-    assert sum(told["rollouts"]["replaced"] for told in got.told) >= 2
+    assert "hang" in got.lost
+    assert sum(told["rollouts"]["replaced"] for told in got.told) >= len(got.lost)
 
 
 class Still:
@@ -190,17 +197,17 @@ def test_who_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     job = job_of(tmp_path, 1, placement={"deadline": 10.0}, launch={"max_restarts": 1})
     rollouts = Rollouts(job, make, 1)  # type: ignore[arg-type]
 
-    def look(now: float) -> int:
+    def look(now: float, said: int | None = None) -> int:
         with rollouts._changed:
             clock[0] = now
+            made[-1].said = said
             rollouts._watch()
             return len(made)
 
     assert look(9.0) == 1
     for number in range(5):  # it gets on, slowly
-        made[0].said = number
-        assert look(18.0 + 9.0 * number) == 1
-    assert look(63.9) == 1 and look(64.1) == 2
+        assert look(18.0 + 9.0 * number, number) == 1
+    assert look(63.9, 4) == 1 and look(64.1, 4) == 2
     made[0].done(None, None)  # of the one that was given up
     rollouts._events.put(rollouts._nothing)
     while not rollouts._events.empty():
@@ -219,9 +226,9 @@ def test_what_a_replica_raises_is_the_runs_error(tmp_path: Path) -> None:
 
 def test_a_resumed_run_skips_and_doubles_no_prompt(tmp_path: Path) -> None:
     job = job_of(tmp_path, 2, 2, steps=6)
-    first = run_local(job, pause=0.02, stop_after=3)
+    first = run_local(job, ahead=1, stop_after=3)
     assert first.ending is not None and first.ending.stopped
-    second = run_local(job, pause=0.02)
+    second = run_local(job, ahead=1)
     assert first.groups + second.groups == list(range(6 * 4))
     assert first.versions + second.versions == list(range(6))
     # What was in flight at the checkpoint has been begun again, with its weights.
@@ -235,7 +242,7 @@ def test_a_resumed_run_skips_and_doubles_no_prompt(tmp_path: Path) -> None:
     {"eval": {"every": 2, "prompts": 4}},
     {"lora": {"rank": 2}, "recipe": {"kl": "loss", "kl_beta": 0.1}}], ids=lambda c: next(iter(c)))
 def test_kinds_of_runs(tmp_path: Path, changes: dict[str, Any]) -> None:
-    seen = run_local(job_of(tmp_path, 1, 2, steps=5, **changes), pause=0.02,
+    seen = run_local(job_of(tmp_path, 1, 2, steps=5, **changes), ahead=1,
                      deaths=[frozenset({3})])
     assert seen.ending is not None and seen.ending.step == 5
     assert seen.groups == sorted(set(seen.groups))  # in order; dapo drops some

@@ -3,6 +3,8 @@ log-probabilities, and the same step within rounding."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,23 @@ def two_steps(job: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+Alone = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """`two_steps` of a job on one rank; of each job once."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def found(changes: dict[str, Any]) -> list[dict[str, Any]]:
+        key = json.dumps(changes, sort_keys=True)
+        if key not in known:
+            known[key] = two_steps(dump(make_job(tmp_path_factory.mktemp("alone"), **changes)))
+        return known[key]
+
+    return found
+
+
 def same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     first, other = found[0], expected[0]
     for name, value in other.items():
@@ -73,8 +92,9 @@ def same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     ({"dp": 2, "tp": 2, "zero": 3}, 2), ({"dp": 2, "tp": 2, "zero": 3}, 4), ({"pp": 2}, 1),
     ({"pp": 2, "dp": 2}, 2), ({"cp": 2}, 2), ({"cp": 2, "dp": 2, "zero": 3}, 1),
     ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "pp": 2}, 1)], ids=str)
-def test_any_layout(layout: dict[str, Any], tp: int, tmp_path: Path, ranks: RankPool) -> None:
-    expected = two_steps(dump(make_job(tmp_path, **PPO)))
+def test_any_layout(layout: dict[str, Any], tp: int, alone: Alone, tmp_path: Path,
+                    ranks: RankPool) -> None:
+    expected = alone(PPO)
     job = make_job(tmp_path, **{**PPO, "layout": layout, "rollout": {"max_tokens": 12, "tp": tp},
                                 "update": {"gate": "pass", "token_budget": 30}})
     for found in everyone(ranks, two_steps, job):
@@ -84,10 +104,10 @@ def test_any_layout(layout: dict[str, Any], tp: int, tmp_path: Path, ranks: Rank
 @pytest.mark.parametrize(("placement", "layout"), [
     ({"rollout": 1}, {}), ({"rollout": 2}, FSDP2), ({"critic": 1, "reference": 1}, {}),
     ({"rollout": 1, "critic": 2, "reference": 1}, {"tp": 2})], ids=str)
-def test_any_placement(placement: dict[str, int], layout: dict[str, Any], tmp_path: Path,
-                       ranks: RankPool) -> None:
+def test_any_placement(placement: dict[str, int], layout: dict[str, Any], alone: Alone,
+                       tmp_path: Path, ranks: RankPool) -> None:
     """Every rank knows everything in the end, and the same."""
-    expected = two_steps(dump(make_job(tmp_path, **PPO)))
+    expected = alone(PPO)
     job = make_job(tmp_path, **PPO, layout=layout, placement=placement)
     for found in everyone(ranks, two_steps, job):
         same_steps(found, expected)
@@ -117,11 +137,12 @@ def test_sequences_over_ranks_by_heads(tmp_path: Path, ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("layout", [FSDP2, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_pairs_on_any_ranks(layout: dict[str, Any], tmp_path: Path, ranks: RankPool) -> None:
+def test_pairs_on_any_ranks(layout: dict[str, Any], alone: Alone, tmp_path: Path,
+                            ranks: RankPool) -> None:
     """Online DPO, whose loss is of two sequences that are on different ranks."""
     online: dict[str, Any] = {"algorithm": "online_dpo", "seed": 1, "rollout": {"max_tokens": 12},
                               "update": {"token_budget": 24}}
-    expected = two_steps(dump(make_job(tmp_path, **online)))
+    expected = alone(online)
     assert expected[0]["grad_norm"] > 0.0
     for found in everyone(ranks, two_steps, make_job(tmp_path, **online, layout=layout)):
         same_steps(found, expected)
@@ -138,13 +159,13 @@ def nothing(samples: list[Sample]) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["rare", "nothing"])
 @pytest.mark.parametrize("layout", [FSDP2, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}], ids=str)
-def test_dynamic_sampling_on_ranks(kind: str, layout: dict[str, Any], tmp_path: Path,
-                                   ranks: RankPool) -> None:
+def test_dynamic_sampling_on_ranks(kind: str, layout: dict[str, Any], alone: Alone,
+                                   tmp_path: Path, ranks: RankPool) -> None:
     """Fewer sequences than ranks, and rounds until none is left to ask."""
     dapo: dict[str, Any] = {"algorithm": "dapo", "seed": 1, "recipe": {"dynamic_rounds": 2},
                             "rollout": {"prompts": 2, "samples": 2, "max_tokens": 8},
                             "rewards": [{"kind": f"{__name__}:{kind}"}]}
-    expected = two_steps(dump(make_job(tmp_path, **dapo)))
+    expected = alone(dapo)
     for found in everyone(ranks, two_steps, make_job(tmp_path, **dapo, layout=layout)):
         same_steps(found, expected)
     if kind == "nothing":

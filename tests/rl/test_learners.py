@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kilter.job import dump
 from kilter.models.batch import Batch
-from kilter.rl.algorithms import Lesson, make_lesson
 from kilter.rl.experience import Experience
 from kilter.rl.learners import Critic, Policy, pair_slopes
+from kilter.rl.lesson import Lesson, make_lesson
 from kilter.rl.loop import RLRun
 from kilter.rl.preference import preference_pairs
 from tests.rl.tiny_job import make_job, new_run

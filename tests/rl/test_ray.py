@@ -11,9 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from kilter.job import build
 from kilter.rl import launch
 from kilter.rl.config import RLJob
 from kilter.rl.distributed import cluster as cluster_module
+from kilter.rl.distributed import launch as launch_module
 from kilter.rl.distributed.replica import Replica
 from kilter.rl.rewards import Sample
 from kilter.rl.tasks import TaskItem
@@ -30,14 +33,23 @@ from tests.rl.tiny_job import Letters, job_table, run_rank, share
 
 _MARKS = "KILTER_TEST_MARKS"  # a folder: who is first to make a file in it, dies
 _CPUS = 0.25  # of a rank, so that all fit wherever tests run
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Else Ray kills actors where other processes of the machine take its memory.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Its own patience with processes that start, and with those that do not answer, is that of a
+    # machine that has nothing else to do.
+    "RAY_gcs_server_port_wait_time_s": "600", "RAY_raylet_start_wait_time_s": "600",
+    "RAY_worker_register_timeout_seconds": "600", "RAY_agent_register_timeout_ms": "600000",
+    "RAY_health_check_timeout_ms": "600000"}
 
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("marks")
-    os.environ[_MARKS] = str(folder)
-    yield folder
-    del os.environ[_MARKS]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(_MARKS, str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +59,13 @@ def cluster(marks: Path) -> Iterator[str]:
         pytest.skip("ray is not installed (extra ray)")
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Else Ray kills actors where other processes of the machine take its memory.
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False,
-                       logging_level="ERROR")
-    yield context.address_info["address"]
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in _SETTINGS.items():
+            patched.setenv(name, value)
+        context = ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False,
+                           logging_level="ERROR")
+        yield context.address_info["address"]
+        ray.shutdown()
 
 
 def die_once(name: str) -> None:
@@ -165,18 +177,21 @@ def test_progress_is_heard_of_without_waiting(cluster: str, tmp_path: Path) -> N
     actor = ray.remote(Counting).options(num_cpus=_CPUS).remote()
     replica = Replica([actor], build(RLJob, table_of(tmp_path)))
     heard = [replica.progress()]
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + 600.0
     while heard[-1] != 3 and time.monotonic() < end:
         time.sleep(0.01)
         heard.append(replica.progress())
     assert list(dict.fromkeys(heard)) == [None, 1, 2, 3]
     ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):  # it lives on for a moment
+        while time.monotonic() < end:
+            ray.get(actor.progress.remote())
     assert {replica.progress() for _ in range(20)} <= {3, 4}
 
 
 def test_asynchronous_stop_and_resume(cluster: str, tmp_path: Path) -> None:
     """Through the command: rollouts beside training, SIGTERM, and on from the checkpoint."""
-    table = table_of(tmp_path, steps=7, placement=placed(2, max_staleness=1), rollout={
+    table = table_of(tmp_path, steps=500, placement=placed(2, max_staleness=1), rollout={
         "environment": f"{__name__}:slowly"})
     file = tmp_path / "job.toml"
     file.write_text(toml(table))
@@ -186,24 +201,42 @@ def test_asynchronous_stop_and_resume(cluster: str, tmp_path: Path) -> None:
                           stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step 2/7"):
+            if line.startswith("step 2/500"):
                 process.send_signal(signal.SIGTERM)
                 break
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     stopped = int(out.split("Stopped after step ")[1].split(" ")[0])
-    assert 2 <= stopped < 7
-    found = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
+    assert 2 <= stopped < 500
+    steps = stopped + 4
+    found = subprocess.run([*command, f"steps={steps}"], env=environment, text=True,
+                           capture_output=True, timeout=600)
     assert found.returncode == 0, found.stderr
     assert f"Going on from the checkpoint of step {stopped}." in found.stdout
     told = [line for line in lines(tmp_path, "metrics.jsonl") if line["kind"] == "step"]
-    assert [line["step"] for line in told] == list(range(1, 8))
+    assert [line["step"] for line in told] == list(range(1, steps + 1))
     ids = [line["id"] for line in lines(tmp_path, "rollouts.jsonl")]
-    assert sorted(ids) == sorted(f"p{p}/{i}" for p in range(7 * 4) for i in range(4))
+    assert sorted(ids) == sorted(f"p{p}/{i}" for p in range(steps * 4) for i in range(4))
     assert all(line["staleness"]["max"] <= 1 for line in told)
     assert all(line["gate"]["max"] == 0.0 for line in told)
     assert sum(line["gate"]["skipped"] for line in told) > 0
     assert sum(line["rollouts"]["overlap"] for line in told) > 0.0
+
+
+def test_the_last_lines_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those, too, that come in the moment in which the work ends: of what is there, `ray.wait`
+    gives the first."""
+    answers = iter([["step 4/4"], ["Finished"]])
+    attempt = object.__new__(launch_module._Attempt)
+    attempt._ray = SimpleNamespace(
+        wait=lambda references, timeout: (references[:1], references[1:]),
+        get=lambda reference, timeout=None: reference,
+        exceptions=SimpleNamespace(RayError=RuntimeError))
+    attempt._ranks = [SimpleNamespace(said=SimpleNamespace(remote=lambda wait: next(answers)))]
+    attempt._work, attempt._ended, attempt._failed = {"work": 0}, {}, {}
+    attempt._wait(threading.Event())
+    assert capsys.readouterr().out == "step 4/4\nFinished\n"
+    assert attempt._ended == {0: "work"}
 
 
 def test_an_error_in_an_actor_is_the_commands(cluster: str, tmp_path: Path) -> None:

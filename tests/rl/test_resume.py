@@ -17,7 +17,7 @@ from kilter.rl.config import RLJob
 from kilter.rl.monitor import Monitor
 from kilter.train.checkpoint import CheckpointError
 from tests.ranks import RankPool
-from tests.rl.tiny_job import MODEL, everyone, make_job, run_rank, tensors, told
+from tests.rl.tiny_job import MODEL, everyone, make_job, new_run, run_rank, tensors, told
 
 FSDP2 = {"dp": 2, "zero": 3}
 # State of every kind: a critic, an adaptive weight, prompts that are replaced, minibatches.
@@ -141,6 +141,36 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     assert ending.step == 3
     with pytest.raises(CheckpointError, match="past the 2 steps of this job"):
         run_rank(dump(make_job(tmp_path, steps=2)))
+
+
+def test_what_a_run_is_steered_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Learning rates and clipping may change on the way, the critic's too; and it is told."""
+    ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"optimizer": {"lr": 1e-2}}}
+    run_rank(dump(make_job(tmp_path, steps=2, **ppo)))
+    ppo["critic"] = {"optimizer": {"lr": 0.0}}
+    job = make_job(tmp_path, steps=3, **ppo, update={"max_norm": 0.5}, optimizer={"lr": 0.0},
+                   checkpoint={"every": 1})
+    assert run_rank(dump(job)).step == 3
+    told = capsys.readouterr().out
+    for change in ("critic.optimizer.lr 0.0 in place of 0.01", "optimizer.lr 0.0 in place of 0.01",
+                   "update.max_norm 0.5 in place of 1.0"):
+        assert change in told
+    before, after = tensors(job, 2), tensors(job, 3)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all(name.split(".")[-1] in ("exp_avg", "exp_avg_sq", "step")
+                         for name in moved)
+
+
+def test_answers_end_as_they_will_when_served(tmp_path: Path) -> None:
+    """With the end tokens of the model's own files, which a tokenizer need not know of."""
+    save_model(tmp_path / "start", 0)
+    config = tmp_path / "start" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": [2, 7]}))
+    (tmp_path / "start" / "generation_config.json").unlink()
+    job = make_job(tmp_path, model={"config": None, "std": 0.02, "path": str(tmp_path / "start")})
+    with new_run(dump(job)) as run:
+        engine = run.roles.engine.engine
+        assert {2, 7} <= set(engine.eos_token_ids)
 
 
 def test_a_finished_run_does_nothing_more(tmp_path: Path) -> None:

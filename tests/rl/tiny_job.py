@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
@@ -83,7 +84,11 @@ def new_run(job: Mapping[str, Any]) -> Iterator[RLRun]:
 def run_rank(job: Mapping[str, Any]) -> Ending:
     """Runs in this process as the rank it is; for `RankPool.run`."""
     with new_run(job) as run, stop_signals() as stop:
-        return run.go(stop)
+        ending = run.go(stop)
+    if ending.stopped:
+        # The run took a signal that was meant for the tests, as `timeout` sends it.
+        pytest.exit("Tests were told to stop by a signal, in the middle of a run.", 143)
+    return ending
 
 
 def everyone(ranks: Any, function: Callable[..., T], job: RLJob, *args: Any) -> list[T]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,31 +23,45 @@ from kilter.train.config import TrainJob
 from kilter.train.launch import Exit
 from kilter.train.step import NotFinite
 from tests.ranks import RankPool
-from tests.train.tiny_run import folder, job_table, losses, make_job, metrics, run, write_job
+from tests.train.tiny_run import folder, job_table, losses, make_job, run, write_job
 
 __all__ = ["folder"]
 
 TWO = {"layout": {"dp": 2, "zero": 1}, "steps": 30, "checkpoint": {"every": 4, "keep": 2}}
+# More steps than are taken before such a run is told to stop, however late that is.
+ENDLESS = {**TWO, "checkpoint": {"every": 0}, "steps": 1_000_000}
+HANGS = 3600  # seconds after which something does; a busy machine may take minutes to start a rank
 
 
 @contextmanager
-def command(job: Path) -> Iterator[subprocess.Popen[str]]:
+def command(job: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """`kilter train` in a process of its own, which does not outlive the test."""
     process = subprocess.Popen([sys.executable, "-m", "kilter", "train", str(job)], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, **environment})
     try:
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANGS)
+
+
+def in_ranks(folder: Path, code: str) -> dict[str, str]:
+    """The environment in which every rank that is started runs this first; ``loop`` is
+    `kilter.train.loop`."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nif 'kilter.train.launch' in sys.orig_argv:\n"
+        + textwrap.indent("from kilter.train import loop\n" + textwrap.dedent(code), "    "))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
 def wait_for_step(job: TrainJob, step: int, process: subprocess.Popen[str]) -> None:
     """Until so many steps are taken."""
-    end = time.monotonic() + 120
+    path, end = Path(job.output) / "metrics.jsonl", time.monotonic() + HANGS
     while time.monotonic() < end and process.poll() is None:
-        if (Path(job.output) / "metrics.jsonl").exists() and any(
-                line["step"] >= step for line in metrics(job)):
+        # Of the last line there may be a part.
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+        if any(json.loads(line)["step"] >= step for line in lines):
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached: {process.poll()}")
@@ -56,9 +71,10 @@ def pid_of_rank(launcher: int, rank: int) -> int:
     """Of the launcher's children."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for child in children:
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            return int(child)
+        with suppress(OSError):  # it ended meanwhile
+            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment:
+                return int(child)
     raise AssertionError(f"no rank {rank} among {children}")
 
 
@@ -67,13 +83,24 @@ def test_a_killed_rank_is_made_good(folder: Path, ranks: RankPool) -> None:
     checkpoint and ends with the losses of a run that nobody touched."""
     job = make_job(folder, **TWO)
     whole = make_job(folder, **TWO, output=str(folder / "whole"))
-    with command(write_job(folder, **TWO)) as process:
-        wait_for_step(job, 7, process)
-        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
-        out, err = process.communicate(timeout=180)
+    environment = in_ranks(folder, f"""
+        import os, pathlib, signal, time
+        step_of, taken, folder = loop.train_step, [], pathlib.Path({str(folder)!r})
+        def stepped(*args, **kwargs):
+            taken.append(1)
+            if len(taken) == 7 and os.environ["RANK"] == "1" and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                while not (folder / "run/checkpoints/step-00000004").exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step_of(*args, **kwargs)
+        loop.train_step = stepped
+    """)
+    with command(write_job(folder, **TWO), **environment) as process:
+        out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 0, err
     assert "A rank died; restart 1 of at most 3." in err
-    assert "Going on from the checkpoint of step" in out
+    assert "Going on from the checkpoint of step 4." in out
     assert out.splitlines()[-1].startswith("Finished 30 steps")
     run(ranks, whole)
     assert losses(job) == losses(whole)
@@ -81,31 +108,29 @@ def test_a_killed_rank_is_made_good(folder: Path, ranks: RankPool) -> None:
 
 def test_sigterm_to_the_launcher(folder: Path, ranks: RankPool) -> None:
     """The ranks finish their step, write a checkpoint and leave; the exit code is 0."""
-    changes = {**TWO, "checkpoint": {"every": 0}, "steps": 400}
-    job = make_job(folder, **changes)
-    with command(write_job(folder, **changes)) as process:
+    job = make_job(folder, **ENDLESS)
+    with command(write_job(folder, **ENDLESS)) as process:
         wait_for_step(job, 2, process)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 0, err
     last = max(losses(job))
     assert out.splitlines()[-1] == (
-        f"Stopped after step {last} of 400; the same command goes on from there.")
-    shorter = make_job(folder, **{**changes, "steps": last + 2})
+        f"Stopped after step {last} of 1000000; the same command goes on from there.")
+    shorter = make_job(folder, **{**ENDLESS, "steps": last + 2})
     run(ranks, shorter)
     assert sorted(losses(shorter)) == list(range(1, last + 3))
 
 
 def test_a_killed_launcher_leaves_nobody_behind(folder: Path) -> None:
     """Ranks that nobody watches any more write a checkpoint and leave."""
-    changes = {**TWO, "checkpoint": {"every": 0}, "steps": 100_000}
-    job = make_job(folder, **changes)
-    with command(write_job(folder, **changes)) as process:
+    job = make_job(folder, **ENDLESS)
+    with command(write_job(folder, **ENDLESS)) as process:
         wait_for_step(job, 2, process)
         orphans = [pid_of_rank(process.pid, rank) for rank in (0, 1)]
         process.kill()
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + HANGS
             while any(map(is_running, orphans)) and time.monotonic() < end:
                 time.sleep(0.05)
             assert not any(map(is_running, orphans))
@@ -180,7 +205,7 @@ def test_a_mistake_that_a_rank_finds_ends_the_run(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kilter.train.launch", str(folder / "job.json")],
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-             "MASTER_PORT": "0"}, capture_output=True, text=True, timeout=120)
+             "MASTER_PORT": "0"}, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     ending = json.loads((folder / "ending.json").read_text())
     assert ending["code"] == 2 and "there are 1: with the other degrees" in ending["text"]
@@ -211,14 +236,11 @@ def test_the_cause_is_told_and_not_who_noticed(tmp_path: Path, monkeypatch: pyte
 
 def test_a_mistake_of_ours_in_a_rank_is_told(folder: Path) -> None:
     """As a sentence, when starting again did not help."""
-    (folder / "sitecustomize.py").write_text(
-        "import sys\nif 'kilter.train.launch' in sys.orig_argv:\n"
-        "    from kilter.train import loop\n"
-        "    loop.train = lambda *_: {}['gone']\n")
+    environment = in_ranks(folder, "loop.train = lambda *_: {}['gone']\n")
     done = subprocess.run(
         [sys.executable, "-m", "kilter", "train", str(write_job(folder, **TWO)),
-         "launch.max_restarts=0"], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])})
+         "launch.max_restarts=0"], capture_output=True, text=True, timeout=HANGS,
+        env={**os.environ, **environment})
     assert done.returncode == 1
     assert done.stderr.startswith("kilter: error: The run stopped: rank ")
     assert "failed: KeyError: 'gone'. It was not started again" in done.stderr

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,9 @@ __all__ = ["folder"]
 # Stopping
 
 
-def stop_one_rank(job: dict[str, Any], rank: int, step: int) -> Ending:
-    """SIGTERM comes to one rank in the middle of a step."""
+@contextmanager
+def sigterm(rank: int, step: int) -> Iterator[None]:
+    """It comes to one rank in the middle of a step."""
     step_of = loop.train_step
     taken = 0
 
@@ -60,7 +63,12 @@ def stop_one_rank(job: dict[str, Any], rank: int, step: int) -> Ending:
         return step_of(*args, **kwargs)
 
     with mock.patch.object(loop, "train_step", stepped):
-        return run_rank(job)
+        yield
+
+
+def stop_one_rank(job: dict[str, Any], rank: int, step: int) -> Ending:
+    with sigterm(rank, step):
+        return run_rank(job, told_to_stop=True)
 
 
 def test_sigterm_on_one_rank_stops_all_after_that_step(folder: Path, ranks: RankPool) -> None:
@@ -72,6 +80,12 @@ def test_sigterm_on_one_rank_stops_all_after_that_step(folder: Path, ranks: Rank
     assert endings[0].text == ("Stopped after step 4 of 10; the same command goes on from there.")
     assert run(ranks, job) == replace(run(ranks, whole), text=mock.ANY)
     assert losses(job) == losses(whole)
+
+
+def test_a_signal_from_outside_ends_the_tests(folder: Path) -> None:
+    """Else that of a `timeout` would be a failure of whatever test trains at the time."""
+    with sigterm(0, 2), pytest.raises(pytest.exit.Exception, match="in the middle of a run"):
+        run_rank(job_table(folder))
 
 
 def test_handlers_are_given_back() -> None:

@@ -20,12 +20,12 @@ from kilter.models.spec import ModelSpec
 from kilter.parallel.apply import Spread, apply
 from kilter.parallel.heads import split_model
 from kilter.parallel.recompute import Recompute
-from kilter.parallel.shards import covers
 from kilter.parallel.tensor import placements
 from kilter.train.export import whole_parameters
 from kilter.train.lora import LoraConfig, adapters_off, add_adapters, init_adapters, merge
 from kilter.train.optimizer import Optimizer
 from kilter.train.step import train_step
+from tests.parallel.boxes import covers
 from tests.ranks import RankPool
 
 LORA = LoraConfig(rank=3, alpha=5.0)

@@ -55,10 +55,20 @@ def make_job(folder: Path, **changes: Any) -> TrainJob:
     return build(TrainJob, job_table(folder, **changes))
 
 
-def run_rank(job: Mapping[str, Any]) -> Ending:
-    """Trains in this process as the rank it is; for `RankPool.run`."""
+def run_rank(job: Mapping[str, Any], *, told_to_stop: bool = False) -> Ending:
+    """Trains in this process as the rank it is; for `RankPool.run`.
+
+    Args:
+        told_to_stop: the test does that.
+    """
     made = build(TrainJob, job)
-    return train(made, open_inputs(made), Mesh(made.layout, "cpu", alone=not dist.is_initialized()))
+    ending = train(made, open_inputs(made),
+                   Mesh(made.layout, "cpu", alone=not dist.is_initialized()))
+    if ending.stopped and not told_to_stop:
+        # The run took a signal that was meant for the tests, as `timeout` sends it. What it left
+        # is no result of theirs, and they are to end.
+        pytest.exit("Tests were told to stop by a signal, in the middle of a run.", 143)
+    return ending
 
 
 def write_job(folder: Path, **changes: Any) -> Path:

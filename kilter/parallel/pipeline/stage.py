@@ -38,7 +38,7 @@ TIED = "embed.weight"  # the parameter that the first and the last stage share
 
 class Stage(TokenLogprobs):
     """A stage as a module: what comes in to what goes out, which of the last one is what
-    `TokenLogprobs` gives, or, where the decoder has a value head, `TokenValues`."""
+    `TokenLogprobs` gives, or, where the decoder has a value head, `token_values`."""
 
     def __init__(self, decoder: Decoder, tensor: Axis, sequence: bool, last: bool) -> None:
         super().__init__(decoder, tensor, sequence)
@@ -48,7 +48,7 @@ class Stage(TokenLogprobs):
                 counts_T: Tensor | None = None, *, x_TD: Tensor | None = None,
                 **scoring: object) -> Tensor:
         """[T, D]; of the last stage as `TokenLogprobs.forward`, which takes the rest, or as
-        `TokenValues.forward`.
+        `token_values`.
 
         Args:
             x_TD: what the stage before made; None for the first.

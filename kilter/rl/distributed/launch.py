@@ -20,6 +20,7 @@ from kilter.train.loop import stop_signals
 
 _GRACE = 5.0  # seconds that ranks get to notice that another one failed
 _TURN = 0.5  # seconds between looks at whether we are to stop
+_ANSWER = 60.0  # seconds in which a rank that is alive answers, on a busy machine too
 
 
 def run(program: Program, job: RLJob) -> Exit:
@@ -81,12 +82,14 @@ class _Attempt:
         of a stop is over. Says what they say."""
         said = self._ranks[0].said.remote(_TURN)
         deadline = stopped = float("inf")
-        left = list(self._work)
-        while left and time.monotonic() < min(deadline, stopped):
+        left, over = list(self._work), False
+        while left and not over:
+            over = time.monotonic() >= min(deadline, stopped)  # and then a last look
             ready, _ = self._ray.wait([*left, said], timeout=_TURN)
             if said in ready:
                 ready.remove(said)
-                said = self._say(said)
+                self._say(said)
+                said = self._ranks[0].said.remote(_TURN)
             for reference in ready:
                 left.remove(reference)
                 rank = self._work[reference]
@@ -99,14 +102,14 @@ class _Attempt:
                 stopped = time.monotonic() + self._job.launch.grace
                 for actor in self._ranks:
                     actor.stop.remote()
-        self._say(self._ranks[0].said.remote(0.0), again=False)
+        # Two are asked for: the last lines may be in an answer that is under way.
+        for last in (said, self._ranks[0].said.remote(0.0)):
+            self._say(last)
 
-    def _say(self, said: Any, again: bool = True) -> Any:
+    def _say(self, said: Any) -> None:
         with suppress(self._ray.exceptions.RayError):  # its end is found elsewhere
-            for line in self._ray.get(said, timeout=_GRACE):
+            for line in self._ray.get(said, timeout=_ANSWER):
                 print(line, flush=True)
-        # A dead rank's answers come at once; the work's own comes as soon.
-        return self._ranks[0].said.remote(_TURN) if again else None
 
     def _judge(self) -> Exit | str:
         """The cause among the failures: an error of ours, then a dead rank, then what only lost

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kilter.rl.distributed.worker import Place
 
 Done = Callable[[Any, BaseException | None], None]  # the first rank's result, or an error
+_ANSWER = 60.0  # seconds in which a rank that is alive answers, on a busy machine too
 
 
 class Replica:
@@ -56,7 +57,8 @@ class Replica:
         return self._heard
 
     def lost(self, error: BaseException) -> bool:
-        """Whether an error means that a rank is dead, be it that it only lost another one."""
+        """Whether an error means that a rank is dead, be it that it only lost another one. One that
+        does not answer is as good as dead."""
         ray = load_ray()
         if isinstance(error, ray.exceptions.RayActorError):
             return True
@@ -64,8 +66,8 @@ class Replica:
             time.sleep(1.0)  # Ray hears of a dead process a little later than its peers
             for actor in self._actors:
                 try:
-                    ray.get(actor.alive.remote(), timeout=10.0)
-                except ray.exceptions.RayActorError:
+                    ray.get(actor.alive.remote(), timeout=_ANSWER)
+                except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                     return True
         return False
 

@@ -8,21 +8,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
+from kilter.comm.objects import share_result
 from kilter.parallel.checksum import combined
-from kilter.parallel.shards import Shard
 from kilter.rl.config import RLJob
 from kilter.rl.distributed.rollouts import Rollouts, Weights
 from kilter.rl.distributed.weights import pack, parcel_plan, trainer_sums
 from kilter.rl.experience import Rollout
 from kilter.rl.prompts import Question
 from kilter.rl.reshard import RolloutWeights, WeightSync, gather_holdings
-from kilter.rl.reshard_layout import rollout_formats, rollout_parts
 from kilter.rl.reshard_plan import Plan
-from kilter.rl.roles import DTYPES, RLInputs, Roles
+from kilter.rl.roles import RLInputs, Roles
 from kilter.serve.params import SamplingParams
-from kilter.train.lora import add_adapters
 
 Parcels = list[list[Any]]  # by part of a replica and group of parameters: a reference, or None
 
@@ -61,29 +57,14 @@ class DistantRoles(Roles):
             assert self._rollouts is not None
             return self._rollouts.collect(questions, step, params, ahead)
 
-        rollouts = self._first(work)
+        # No other rank is in the middle of anything, so that all can raise whatever the first does.
+        rollouts = share_result(work if self._rank == 0 else None, self.world)
         assert self._version is not None
         check_staleness(rollouts, self._version, self.job.placement.max_staleness)
         return rollouts
 
     def told(self) -> dict[str, Any]:
         return {"rollouts": self._rollouts.told()} if self._rollouts is not None else {}
-
-    def _first(self, work: Callable[[], list[Rollout]]) -> list[Rollout]:
-        """The first rank's work, and its result on all, or what it raises: no other rank is in the
-        middle of anything then."""
-        told: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                told = [work(), None]
-            except Exception as error:
-                told = [None, error]
-        if self.world.size > 1:
-            dist.broadcast_object_list(told, self.world.ranks[0], group=self.world.members)
-        if told[1] is not None:
-            raise told[1]
-        found: list[Rollout] = told[0]
-        return found
 
     def _send(self, version: int) -> RolloutWeights | None:
         """Packs the actor's weights; replicas take them when they have interrupted what they do."""
@@ -123,15 +104,11 @@ class DistantRoles(Roles):
         """Plans in place of a `WeightSync`, whose ranks would have to be of one world."""
         if self.policy is None:
             return None
-        job, axis = self.job, self.policy.spread.mesh.axis("world")
-        held = gather_holdings(self.policy.spread.local, axis)
-        whole = self._decoder(self._inputs.start.spec)
-        if job.lora is not None:
-            add_adapters(whole, job.lora)
-        parts: list[dict[str, Shard]] = rollout_parts(whole, job.rollout.tp)
-        formats = rollout_formats(whole, DTYPES[job.precision])
+        spread = self.policy.spread
+        held = gather_holdings(spread.local, spread.mesh.axis("world"))
+        parts, formats = self._replica()
         self._plan = parcel_plan(held, parts, formats)
-        if job.lora is not None:
+        if self.job.lora is not None:
             self._later = parcel_plan(held, parts, formats, adapters_only=True)
         return None
 

@@ -19,7 +19,7 @@ from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum
 from kilter.parallel.checksum import checksum
 from kilter.parallel.shards import Box, Shard
-from kilter.rl.reshard import Local
+from kilter.rl.reshard import Local, own_checksums, view_of
 from kilter.rl.reshard_plan import Plan, Shards, make_plan
 
 
@@ -51,7 +51,7 @@ def pack(local: Local, plan: Plan, rank: int, parts: int) -> Iterator[list[list[
         for exchange in group.exchanges:
             for transfer in exchange.transfers:
                 if transfer.source == rank:
-                    part = _part(*local[transfer.name], transfer.box).detach()
+                    part = view_of(*local[transfer.name], transfer.box).detach()
                     flat = part.to(plan.formats[transfer.name]).cpu().contiguous().flatten()
                     found[transfer.destination - first].append(
                         Piece(transfer.name, transfer.box, flat.dtype,
@@ -61,16 +61,8 @@ def pack(local: Local, plan: Plan, rank: int, parts: int) -> Iterator[list[list[
 
 def trainer_sums(local: Local, plan: Plan, rank: int, axis: Axis) -> dict[str, int]:
     """Checksums by parameter, of all of the trainer's ranks; collective."""
-    device = next((tensor.device for tensor, _ in local.values()), torch.device("cpu"))
-
-    def counted(name: str) -> Iterator[tuple[Box, Tensor]]:
-        shard = plan.counted[rank].get(name)
-        for box in shard.boxes if shard is not None else ():
-            yield box, _part(*local[name], box)
-
-    sums = torch.stack([checksum(counted(name), plan.formats[name], device)
-                        for name in plan.names])
-    return dict(zip(plan.names, all_reduce_sum(sums, axis).tolist(), strict=True))
+    sums = all_reduce_sum(torch.stack(own_checksums(local, plan, rank)), axis)
+    return dict(zip(plan.names, sums.tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -95,7 +87,7 @@ def unpack(groups: Iterable[Sequence[Sequence[Piece]]], shards: Mapping[str, Sha
                 tensors[piece.name] = torch.empty(shard.local_shape, dtype=piece.dtype)
             values = torch.empty(piece.box.size, dtype=piece.dtype)
             np.copyto(values.view(-1).view(torch.uint8).numpy(), piece.data)
-            _part(tensors[piece.name], shard, piece.box).copy_(values)
+            view_of(tensors[piece.name], shard, piece.box).copy_(values)
             filled[piece.name] += piece.box.numel
         short = [name for name, tensor in tensors.items() if filled[name] != tensor.numel()]
         if short:
@@ -114,12 +106,3 @@ def unpack(groups: Iterable[Sequence[Sequence[Piece]]], shards: Mapping[str, Sha
         raise RuntimeError(f"The weights that arrived for rollouts are not the trainer's: "
                            f"{', '.join(wrong[:20])} ({len(wrong)} of {len(sums)}) differ in their "
                            "checksums.")
-
-
-def _part(local: Tensor, shard: Shard, box: Box) -> Tensor:
-    """A box of the whole in a local tensor; it lies in one of the shard's boxes."""
-    for outer, _, part in shard.parts(local):
-        if outer.overlap(box) == box:
-            return part[box.within(outer)]
-    raise ValueError(f"A rank that holds {[(b.start, b.size) for b in shard.boxes]} of a parameter "
-                     f"was to send or take {box.start, box.size}; make a new plan for this layout.")

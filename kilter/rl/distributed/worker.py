@@ -32,9 +32,11 @@ from kilter.rl.distributed.replica import make_replica
 from kilter.rl.distributed.roles import DistantRoles, Parcels
 from kilter.rl.distributed.rollouts import Rollouts
 from kilter.rl.distributed.weights import Piece, unpack
+from kilter.rl.environment import environment_of
+from kilter.rl.judging import close_rewards, judged
 from kilter.rl.loop import RLRun
 from kilter.rl.rewards import build_rewards
-from kilter.rl.roles import RLInputs, Roles, environment_of, judged
+from kilter.rl.roles import RLInputs, Roles
 from kilter.rl.rollout import RolloutEngine
 from kilter.train.inputs import open_start
 
@@ -196,7 +198,8 @@ class RolloutRank(Rank):
         mesh = (Mesh.single(self._place.device) if tp == 1 else
                 Mesh(Layout(tp=tp, sequence_parallel=False), self._place.device, timeout=timeout))
         self._tokenizer = start.tokenizer
-        self._engine = RolloutEngine(start.spec, start.tokenizer, job.rollout_config(), mesh)
+        self._engine = RolloutEngine(start.spec, start.tokenizer,
+                                     job.rollout_config(start.eos_token_ids), mesh)
         self._rewards = build_rewards(job.rewards)
         self._environment = environment_of(job.rollout.environment, start.tokenizer,
                                            start.spec.vocab_size)
@@ -263,9 +266,7 @@ class RolloutRank(Rank):
 
     def close(self) -> None:
         """Ends the processes that judge answers."""
-        for weighted in self._rewards:
-            if hasattr(weighted.reward, "close"):
-                weighted.reward.close()
+        close_rewards(self._rewards)
 
 
 class _Lines(io.TextIOBase):

@@ -91,7 +91,8 @@ def main() -> None:
     try:
         prepare = {"program": _prepare_program, "mathematics": _prepare_mathematics,
                    "reasoning_gym": _prepare_reasoning_gym}[setup["work"]]()
-        tried = _run(setup, _probe, {})
+        patient = {**setup["limits"], "seconds": 60.0, "cpu_seconds": 60}  # not an answer's
+        tried = _run({**setup, "limits": patient}, _probe, {})
         if tried["output"] != "locked":
             problem = tried["output"] or f"the trial ended with {tried['end']} {tried['code']}"
     except ImportError as error:

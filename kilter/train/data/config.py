@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from kilter.job import FilePath
+
 FileFormat = Literal["auto", "text", "jsonl", "json", "parquet"]
 Shape = Literal["auto", "messages", "completion", "instruction"]
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -103,7 +105,7 @@ class ChatConfig:
     """
 
     turns: Turns = "all"
-    template: str | None = None
+    template: FilePath | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -20,13 +20,13 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kilter.comm.axis import Axis
 from kilter.comm.collectives import all_reduce_sum, broadcast
+from kilter.comm.objects import share_result
 from kilter.models.batch import Batch
 from kilter.parallel.apply import Spread
 from kilter.parallel.context.plan import all_rows
@@ -52,21 +52,15 @@ def stored_tables(job: TrainJob, inputs: Inputs, world: Axis) -> Tables | None:
             cannot be read.
     """
     path = Path(job.output) / _FILE
-    said: list[str | None] = [None]
     tables: Tables = {}
-    if world.index == 0:
+
+    def found() -> bool:
         if not path.exists():
-            said = [""]
-        else:
-            try:
-                tables = _read(path, starting_point(job, inputs))
-            except CheckpointError as error:
-                said = [str(error)]
-    if world.size > 1:
-        dist.broadcast_object_list(said, world.ranks[0], group=world.members)
-    if said[0]:
-        raise CheckpointError(said[0])
-    if said[0] is not None:
+            return False
+        tables.update(_read(path, starting_point(job, inputs)))
+        return True
+
+    if not share_result(found if world.index == 0 else None, world, raises=(CheckpointError,)):
         return None
     return {name: broadcast(tables.get(name, _empty(corpus)), world)
             for name, corpus in _corpora(inputs.data)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from kilter.rl.rewards import RewardConfig, Sample, WeightedReward, build_reward, score
-from kilter.rl.rewards.jails import NoJail
+from kilter.rl.rewards.jails import Limits, NoJail
 from kilter.rl.rewards.mathematics import Mathematics
 from kilter.rl.rewards.score import RewardError
 
@@ -30,9 +31,20 @@ UNEQUAL = [
     ("\\{1,2\\}", "$\\{1,2,3\\}$"), (["1", "2"], "3")]
 
 
+LONG = 600.0  # seconds in which a judgement that ends does so, on a busy machine too
+
+
+@dataclass(frozen=True)
+class Hasty(Mathematics):
+    """With seconds of CPU instead of a clock's, which a busy machine does not shorten."""
+
+    def _limits(self) -> Limits:
+        return Limits(seconds=LONG, cpu_seconds=3, memory_mb=self.memory_mb)
+
+
 @pytest.fixture(scope="module")
 def reward() -> Iterator[Mathematics]:
-    made = Mathematics(workers=1, seconds=20.0)
+    made = Mathematics(workers=1, seconds=LONG)
     yield made
     made.close()
 
@@ -50,7 +62,7 @@ def test_pairs_known_to_be_equal_or_not(reward: Mathematics) -> None:
 
 
 def test_an_answer_that_takes_for_ever_costs_its_time_only() -> None:
-    hasty = Mathematics(workers=1, seconds=1.0)
+    hasty = Hasty(workers=1)
     found: list[float] = []
     answers = [sample("10", "\\boxed{" + "9^{" * 6 + "9" + "}" * 7), sample("10", "$10$")]
     thread = threading.Thread(target=lambda: found.extend(hasty(answers)))  # no main thread
@@ -61,7 +73,7 @@ def test_an_answer_that_takes_for_ever_costs_its_time_only() -> None:
 
 
 def test_extraction_options() -> None:
-    tagged = Mathematics(workers=1, seconds=20.0, extract="tag")
+    tagged = Mathematics(workers=1, seconds=LONG, extract="tag")
     assert tagged([sample("4", "4"), sample("4", "5 <answer>4</answer>")]) == [0.0, 1.0]
     tagged.close()
 

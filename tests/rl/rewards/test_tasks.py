@@ -40,7 +40,7 @@ DATASETS = ("chain_sum", "countdown", "knights_knaves", "list_functions", "acre"
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[ReasoningGym]:
-    made = ReasoningGym(workers=1, seconds=5.0)
+    made = ReasoningGym(workers=1, seconds=600.0)  # enough on a busy machine, too
     yield made
     made.close()
 
@@ -75,9 +75,11 @@ def test_an_answer_that_is_evaluated_is_locked_up(reward: ReasoningGym, tmp_path
     item = GymTask(GymConfig(dataset="countdown", size=1))[0]
     trace = tmp_path / "trace"
     evil = f"__import__('os').system('touch {trace}') or open({str(trace)!r}, 'w')"
-    values = reward([answered(item, evil), answered(item, "9**9**9**9**9"),
-                     answered(item, item.reference["answer"])])
-    assert values[2] == 1.0 and max(values[:2]) < 0.1 and not trace.exists()
+    hasty = ReasoningGym(workers=1, seconds=2.0)
+    assert max(hasty([answered(item, "9**9**9**9**9")])) < 0.1
+    hasty.close()
+    values = reward([answered(item, evil), answered(item, item.reference["answer"])])
+    assert values[0] < 0.1 and values[1] == 1.0 and not trace.exists()
 
 
 def test_references_that_cannot_be_used(reward: ReasoningGym) -> None:

@@ -29,16 +29,20 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting(Tokeniser):
-    made: ClassVar[list[Any]] = []  # adding to it is safe between threads
+    made: ClassVar[list[Any]]  # by the last one that was created
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # One of its own: threads of an interrupted build may still be at their last batch.
+        self._own = Counting.made = []
 
     def documents(self, records: Any) -> Any:
-        Counting.made.extend(records)
+        self._own.extend(records)  # safe between threads
         return super().documents(records)
 
 
 def opened(path: Path, root: Path, **settings: Any) -> CachedFile:
     source = SourceConfig((str(path),), chat=settings.pop("chat", False))
-    Counting.made.clear()
     config = DataConfig((source,), seq_len=8, **settings)
     return cached_files([(source, path)], Counting(chat_tokenizer(), config), root)[0]
 
@@ -125,7 +129,6 @@ def test_ranks_share_the_work(tmp_path: Path) -> None:
     paths = [write_texts(tmp_path / f"{n}.jsonl", [f"{n}{t}" for t in TEXTS]) for n in range(4)]
     files = [(SourceConfig((str(path),)), path) for path in paths]
     tokeniser = Counting(chat_tokenizer(), DataConfig((files[0][0],), seq_len=8))
-    Counting.made.clear()
     with ThreadPoolExecutor(3) as ranks:
         found = list(ranks.map(lambda _: cached_files(files, tokeniser, tmp_path / "c"), range(3)))
     assert len(Counting.made) == 4 * len(TEXTS)
@@ -140,24 +143,31 @@ def test_a_file_that_changes_is_not_mistaken_for_another(
     """Of the same size, with the old time put back, or while it is tokenised."""
     path = write_texts(tmp_path / "t.jsonl", ["aaa"])
     monkeypatch.setattr(module.time, "time", lambda: 1e12)  # long ago, so it is remembered
-    os.utime(path, (1e9, 1e9))
+
+    def change(text: str) -> None:
+        """So that the file system's clock, which may be a slow one, tells."""
+        before = path.stat().st_ctime_ns
+        while path.stat().st_ctime_ns == before:
+            with open(path, "r+") as file:
+                file.write(json.dumps({"text": text}))
+            os.utime(path, (1e9, 1e9))
+
+    change("aaa")
     assert list(contents(opened(path, tmp_path / "c"))) == ["aaa"]
-    with open(path, "r+") as file:
-        file.write(json.dumps({"text": "bbb"}))
-    os.utime(path, (1e9, 1e9))
+    change("bbb")
     assert list(contents(opened(path, tmp_path / "c"))) == ["bbb"]
 
     def reads(*_: Any, **__: Any) -> Iterator[Any]:
-        write_texts(path, ["ccc"])
+        change("ccc")
         yield from read(*_, **__)
 
     read = module.read_records
-    write_texts(path, ["ddd"])
+    change("ddd")
     with monkeypatch.context() as patch, pytest.raises(DataError, match="changed while it was"):
         patch.setattr(module, "read_records", reads)
         opened(path, tmp_path / "c")
     assert list(contents(opened(path, tmp_path / "c"))) == ["ccc"]
-    write_texts(path, ["ddd"])
+    change("ddd")
     assert list(contents(opened(path, tmp_path / "c"))) == ["ddd"]
 
 
