@@ -12,8 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/.ready-demo
 	@$(BIN)/python examples/demo.py
 
+# Two files at a time: where ranks wait for each other, cores would be idle.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

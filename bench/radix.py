@@ -39,7 +39,8 @@ import torch
 from bench.page import provenance, write_section
 from kilter.report.machine import cpu_name
 from kilter.serve.pages import Pages
-from kilter.serve.radix import RadixTree, token_key
+from kilter.serve.radix import RadixTree
+from kilter.serve.radix_node import token_key
 
 CAPACITY = 1 << 16  # tokens
 RUNNING = 16

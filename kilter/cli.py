@@ -87,7 +87,11 @@ def _dispatch(argv: list[str]) -> int:
             module = importlib.import_module(f"kilter.verbs.{name}")
             module.add_arguments(sub)
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            settings = [a.lstrip("-") for a in unknown if "=" in a] if "settings" in args else []
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (
+                f" (a job's settings have no dashes: {' '.join(settings)})" if settings else ""))
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
         return int(stop.code or 0)
     assert module is not None  # parse_args exits when there is no verb

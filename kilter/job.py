@@ -10,16 +10,22 @@ problem it meets at once, by the dotted name of the key.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import json
 import math
+import os
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+# A setting that names a file or folder. Its ~ is the home folder, which a shell leaves as it is
+# after the = of an override.
+FilePath: TypeAlias = Annotated[str, "path"]
 
 T = TypeVar("T")
 
@@ -28,7 +34,8 @@ class JobError(ValueError):
     """A job that cannot be read; the message lists every problem."""
 
 
-def read_job(kind: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+def read_job(kind: type[T], path: str | Path, overrides: Sequence[str] = (),
+             elsewhere: Mapping[str, Sequence[str]] | None = None) -> T:
     """A job from a TOML file.
 
     Args:
@@ -36,6 +43,7 @@ def read_job(kind: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
         overrides: ``dotted.key=value`` each, of which the last counts; a number stands for that
             part of a list. The value is TOML (``1e-4``, ``true``, ``[1, 2]``, ``"text"``), or text
             where it is no TOML.
+        elsewhere: of other commands the settings by which a job of theirs is known.
 
     Raises:
         JobError: for a file that is not there or no TOML, an unknown key, a missing one, or a
@@ -43,13 +51,18 @@ def read_job(kind: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise JobError(f"There is no job file {path}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"The job file {path} is not valid TOML: {error}.") from None
     for override in overrides:
         _override(table, override)
+    for command, settings in (elsewhere or {}).items():
+        if theirs := [name for name in settings if name in table]:
+            raise JobError(f"The job {path} has {', '.join(theirs)}, which only a job for "
+                           f"`{command}` has; give it to that command, or leave "
+                           f"{'it' if len(theirs) == 1 else 'them'} out.")
     return build(kind, table, str(path))
 
 
@@ -108,13 +121,15 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 def _override_value(override: str, text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         if text.startswith(("[", "{", '"', "'")):  # meant as TOML
             raise JobError(f"The override {override!r} has a value that is not valid TOML: "
                            f"{error}. A shell takes quotes away; put single quotes around the "
                            "whole setting.") from None
         return text
+    # No setting is a date, but a folder may be named by one.
+    return text if isinstance(value, datetime.date | datetime.time) else value
 
 
 def _dataclass(kind: type[Any], table: Any, where: str, problems: list[str]) -> Any:
@@ -122,7 +137,7 @@ def _dataclass(kind: type[Any], table: Any, where: str, problems: list[str]) -> 
     if not isinstance(table, Mapping):
         problems.append(f"{where or 'It'} is {_shown(table)} but must be a table of settings.")
         return None
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
     before = len(problems)
     for key in table:
@@ -159,6 +174,9 @@ def _value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
                 return found
         problems.append(f"{where} is {_shown(value)} but must be {_named(hint)}.")
         return None
+    if origin is Annotated:
+        found = _value(args[0], value, where, problems)
+        return os.path.expanduser(found) if isinstance(found, str) else found
     if origin is Literal:
         if value not in args or type(value) not in {type(a) for a in args}:
             problems.append(f"{where} is {_shown(value)} but must be one of "
@@ -197,7 +215,9 @@ def _value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
 
 def _shown(value: Any) -> str:
     """A value as the job file has it, as far as it matters."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool | datetime.date | datetime.time):
+        return str(value).lower()
+    return repr(value)
 
 
 def _named(hint: Any) -> str:
@@ -209,6 +229,8 @@ def _named(hint: Any) -> str:
         return plain[hint]
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_named(a) for a in args)
+    if origin is Annotated:
+        return _named(args[0])
     if origin is tuple:
         if len(args) == 2 and args[1] is Ellipsis:
             return f"a list ({_named(args[0])} each)"

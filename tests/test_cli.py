@@ -56,6 +56,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     (["zzz"], "There is no verb 'zzz'; the verbs are: doctor, pull"),
     (["doctor", "--jsn"], "unrecognized arguments: --jsn"),
     (["--bogus"], "required: VERB"),
+    (["train", "job.toml", "--layout.dp=2"], "(a job's settings have no dashes: layout.dp=2)"),
+    (["train"], "required: JOB.toml\n"),
+    (["rl"], "required: JOB.toml\n"),
 ])
 def test_bad_command_lines_exit_2(argv: list[str], words: str,
                                   capsys: pytest.CaptureFixture[str]) -> None:

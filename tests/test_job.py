@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.job import JobError, build, dump, read_job
+from kilter.job import FilePath, JobError, build, dump, read_job
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class Whole:
     names: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Named:
+    output: FilePath
+    start: FilePath | None = None
+    says: str = ""
+    more: FilePath | Mapping[str, Any] | None = None
+
+
 def test_a_file_with_tables_and_lists_of_tables(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('title = "x"\nflag = true\npair = [1, 2]\nplace = "a/b"\n[part]\nsize = 3\n'
@@ -60,6 +69,8 @@ def test_a_file_with_tables_and_lists_of_tables(tmp_path: Path) -> None:
     ("title=a=b", Whole("a=b")),
     ("pair.1=5", Whole("x", pair=(1, 5))),
     ("parts.0={ size = 3 }", Whole("x", parts=(Part(3),))),
+    ("title=2026-11-30", Whole("2026-11-30")),
+    ("title=07:30:00", Whole("07:30:00")),
 ])
 def test_overrides(override: str, expected: Whole, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
@@ -74,6 +85,7 @@ def test_overrides(override: str, expected: Whole, tmp_path: Path) -> None:
     ({"title": "x", "titel": 1}, "titel is not a setting; did you mean title?"),
     ({"title": "x", "part": {"size": 1, "zzz": 2}}, "part.zzz is not a setting; there are size"),
     ({"title": 1}, "title is 1 but must be text."),
+    ({"title": datetime.date(2026, 11, 30)}, "title is 2026-11-30 but must be text."),
     ({"title": "x", "part": {"size": True}}, "part.size is true but must be a whole number."),
     ({"title": "x", "part": {"size": 1.5}}, "part.size is 1.5 but must be a whole number."),
     ({"title": "x", "part": {"size": -1}}, "part: size is -1 but cannot be negative."),
@@ -118,6 +130,31 @@ def test_bad_overrides(override: str, words: str, tmp_path: Path) -> None:
     path.write_text('title = "x"\nparts = [{ size = 2 }]\nnames = []\n[part]\nsize = 1\n')
     with pytest.raises(JobError, match=words):
         read_job(Whole, path, [override])
+
+
+def test_a_job_for_another_command(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('title = "x"\nturns = 3\n')
+    elsewhere = {"kilter dance": ("turns", "music"), "kilter sing": ("key",)}
+    with pytest.raises(JobError, match="has turns, which only a job for `kilter dance` has; give"):
+        read_job(Whole, path, elsewhere=elsewhere)
+    with pytest.raises(JobError, match=r"has turns, music, which .* leave them out"):
+        read_job(Whole, path, ["music=1"], elsewhere)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('title = "x"\n', encoding="utf-8-sig")
+    assert read_job(Whole, tmp_path / "job.toml") == Whole("x")
+
+
+def test_the_home_folder_in_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell gives ``output=~/runs`` on as it is."""
+    monkeypatch.setenv("HOME", "/somebody")
+    made = build(Named, {"output": "~/runs/a", "start": "~/b", "says": "~/c", "more": {"k": 1}})
+    assert made == Named("/somebody/runs/a", "/somebody/b", "~/c", {"k": 1})
+    assert build(Named, {"output": "a~/~"}) == Named("a~/~")
+    with pytest.raises(JobError, match="output is 3 but must be text"):
+        build(Named, {"output": 3})
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

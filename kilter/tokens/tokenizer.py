@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -127,7 +128,6 @@ class Tokenizer:
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        _write(target / "tokenizer.json", self._backend.to_str())
         _write(target / "tokenizer_config.json", _dump(self._config))
         for name, source in self._templates.items():
             if name == "default":
@@ -138,6 +138,8 @@ class Tokenizer:
         generation = target / "generation_config.json"
         if len(self.eos_token_ids) > 1 and not generation.exists():
             _write(generation, _dump({"eos_token_id": self.eos_token_ids}))
+        # Last: who finds a tokenizer in the folder then finds all of it.
+        _write(target / "tokenizer.json", self._backend.to_str())
 
     # ---- text ----
 
@@ -334,7 +336,7 @@ def _dump(content: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.input} is not a file; give a file with a request in every line.")
     if args.concurrency < 1:
         raise ValueError(f"The concurrency is {args.concurrency} but must be at least 1.")
+    _check_output(args)  # before a model is loaded for nothing
     engine = load(args, max_running=args.concurrency, kv_tokens=args.kv_tokens)
     start = time.perf_counter()
     try:
@@ -63,6 +64,18 @@ def run(args: argparse.Namespace) -> int:
           f"{summary.prompt_tokens} prompt and {summary.completion_tokens} completion tokens in "
           f"{time.perf_counter() - start:.1f} s.")
     return 1 if summary.failed else 0
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    output: Path = args.output
+    if not output.parent.is_dir():
+        raise ValueError(f"{output.parent} is no folder, so {output.name} cannot be written there; "
+                         "make it, or choose another output.")
+    if output.exists() and output.samefile(args.input):
+        raise ValueError(f"{output} is both input and output; choose another output.")
+    if output.exists() and not args.overwrite:
+        raise ValueError(f"{output} is there already; choose another output, or replace it with "
+                         "--overwrite.")
 
 
 async def _answer_all(engine: Engine, args: argparse.Namespace, progress: Any) -> Summary:

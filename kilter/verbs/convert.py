@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from kilter.weights.tokenizer import open_tokenizer
 
     source = open_model(resolve(args.src))
-    if args.overwrite:
-        _may_replace(args.dst, source)
+    _check_destination(args.dst, source, args.overwrite)
     # A Hugging Face folder's tokenizer files are copied; a GGUF header's have to be written.
     add_tokenizer = open_tokenizer(source).save if source.kind == "gguf" else None
     with progress("Writing", in_bytes=True) as update:
@@ -69,13 +68,18 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
-def _may_replace(dst: Path, source: ModelSource) -> None:
-    """Refuses to replace a folder that is no model: everything in it would be gone."""
-    if not dst.exists():
+def _check_destination(dst: Path, source: ModelSource, overwrite: bool) -> None:
+    """Refuses what holds something, or where that may be replaced, what is no model: everything in
+    it would be gone."""
+    if not dst.exists() or (dst.is_dir() and not any(dst.iterdir())):
         return
+    is_model = (dst / "config.json").is_file()
+    if not overwrite:
+        raise ValueError(f"{dst} already exists; choose another destination"
+                         + (", or replace it with --overwrite." if is_model else "."))
     if dst.resolve() in source.path.resolve().parents:
         raise ValueError(f"{dst} holds the source {source.path}, so it cannot be overwritten; "
                          "choose another destination.")
-    if not dst.is_dir() or (any(dst.iterdir()) and not (dst / "config.json").is_file()):
+    if not is_model:
         raise ValueError(f"{dst} is no model folder (it has no config.json), so --overwrite leaves "
                          "it alone; choose another destination or remove it yourself.")

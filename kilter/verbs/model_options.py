@@ -95,6 +95,7 @@ def load(args: argparse.Namespace, max_running: int, *, kv_tokens: int | None = 
     arguments are as `load_engine` has them."""
     import torch
 
+    from kilter.ops.packed import FLOATS
     from kilter.report.progress import progress
     from kilter.serve.load import load_engine
     from kilter.weights.pull import resolve
@@ -104,13 +105,13 @@ def load(args: argparse.Namespace, max_running: int, *, kv_tokens: int | None = 
     if args.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device is {args.device}, but torch sees no CUDA device here; use "
                          f"--device cpu.")
-    kv_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.kv]
     if args.tp < 1:
         raise ValueError(f"--tp is {args.tp}, but must be at least 1.")
     path = resolve(args.model)
     with progress("Loading weights") as advance:
         return load_engine(path, storage=args.weights, device=args.device, exact=not args.fast,
-                           kv_dtype=kv_dtype, products=args.products, context=args.context,
-                           kv_tokens=kv_tokens, max_running=max_running, policy=policy,
+                           kv_dtype=FLOATS[args.kv], products=args.products,
+                           context=args.context, kv_tokens=kv_tokens, max_running=max_running,
+                           policy=policy,
                            tensor_parallel=args.tp, threads=args.threads,
                            step_timeout=step_timeout, progress=advance)

@@ -6,10 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
+# By these a job for the other command is known.
+ELSEWHERE = {"kilter train": ("data", "kind", "epochs", "dpo")}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
-    parser.add_argument("settings", nargs="*", metavar="key=value",
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value",
                         help="settings in place of the file's, by dotted name: optimizer.lr=1e-6 "
                              "layout.dp=2")
 
@@ -18,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from kilter.job import read_job
     from kilter.rl.config import RLJob
 
-    job = read_job(RLJob, args.job, args.settings)  # before anything slow
+    job = read_job(RLJob, args.job, args.settings, ELSEWHERE)  # before anything slow
     from kilter.rl import launch
 
     ending = launch.run(job)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing import connection
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import ranks as ranks_module
 from tests.ranks import RankError, RankPool
 
 
@@ -37,8 +41,9 @@ def die_in(rank: int) -> None:
 
 
 def hang_in(rank: int) -> None:
+    dist.barrier()  # all have come as far as this
     if dist.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(3600)
 
 
 def unpicklable() -> object:
@@ -82,10 +87,24 @@ def test_a_dead_rank_is_named_and_replaced(ranks: RankPool) -> None:
     assert len(set(after)) == 3 and before[2] not in after
 
 
-def test_a_hanging_rank_is_killed_and_says_where_it_was(ranks: RankPool) -> None:
+def test_a_hanging_rank_is_killed_and_says_where_it_was(
+        ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which the time is up as soon as the other rank has answered."""
     before = ranks.run(2, pid)
-    with pytest.raises(RankError, match=r"rank 1: did not finish in 0.5 s") as caught:
-        ranks.run(2, hang_in, 1, timeout=0.5)
+    now, wait = [0.0], connection.wait
+
+    def wait_for_one(pipes: list[Any], left: float) -> list[Any]:
+        if len(pipes) > 1:
+            return wait(pipes)
+        now[0] += left
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks_module, "connection", SimpleNamespace(wait=wait_for_one))
+        patched.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now[0],
+                                                              sleep=time.sleep))
+        with pytest.raises(RankError, match=r"rank 1: did not finish in 300 s") as caught:
+            ranks.run(2, hang_in, 1)
     assert "hang_in" in str(caught.value) and len(caught.value.failures) == 1
     assert not set(ranks.run(2, pid)) & set(before)
 

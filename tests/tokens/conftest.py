@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -89,8 +90,14 @@ def sentencepiece_gguf() -> dict[str, Any]:
     """A sentencepiece BPE as GGUF files hold it: scores, byte tokens, characters last."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    # Of characters that are equally frequent the trainer would take any, each time others.
+    counts = Counter("".join(CORPUS).replace(" ", "▁"))
     trainer = trainers.BpeTrainer(
-        vocab_size=500, limit_alphabet=60, special_tokens=[], show_progress=False
+        vocab_size=500,
+        limit_alphabet=60,
+        initial_alphabet=sorted(counts, key=lambda c: (-counts[c], c))[:60],
+        special_tokens=[],
+        show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
     vocab = backend.get_vocab()

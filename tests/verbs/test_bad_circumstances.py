@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -62,8 +63,10 @@ def test_streams_and_environment(model: Path) -> None:
     assert "Traceback" not in nonsense.stderr
 
 
-def test_a_long_chat_drops_its_oldest_turns(model: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_long_chat_drops_its_oldest_turns(model: Path, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(model, tmp_path / "chats")  # others have it without a template
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}.{% endfor %}")
     lines = iter(["abcdefgh", "ijklmnop", "qrstuvwx", ""])

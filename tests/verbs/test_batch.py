@@ -7,14 +7,15 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from kilter import cli
+from kilter.serve import batch
 from kilter.serve.batch import BatchStopped, partial_path, run_batch
 from tests.models import tiny
 from tests.serve.tiny_tokenizer import save_byte_tokenizer
@@ -221,6 +222,33 @@ def test_two_runs_do_not_write_one_output(paths: tuple[Path, Path]) -> None:
     assert set(read(output)) == {"a"}
 
 
+def test_a_run_that_begins_as_another_ends_replaces_what_it_may(
+        paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one ends after this one has looked for the output and opened the partial file."""
+    source, output = paths
+    write(source, request("a"))
+    real = batch._lock
+
+    def late(file: BinaryIO, output: Path) -> None:
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, run_batch(source, output, echo)).result()
+        real(file, output)
+
+    async def never(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(batch, "_lock", late)
+    with pytest.raises(ValueError, match="is there already"):
+        asyncio.run(run_batch(source, output, never))
+    assert set(read(output)) == {"a"} and not partial_path(output).exists()
+    output.unlink()
+    monkeypatch.setattr(batch, "_lock", late)
+    summary = asyncio.run(run_batch(source, output, echo, overwrite=True))
+    assert (summary.answered, summary.kept) == (1, 0)
+    assert set(read(output)) == {"a"} and not partial_path(output).exists()
+
+
 # ---- the command, with a model ----
 
 @pytest.fixture(scope="module")
@@ -293,22 +321,49 @@ def test_a_good_file_exits_0_and_a_bad_command_2(
     assert "is there already" in err and "concurrency is 0" in err and "is not a file" in err
 
 
+def test_an_output_that_cannot_be_is_refused_before_the_model_is_loaded(
+        paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = paths
+    write(source, request("a", prompt="a"))
+    output.write_text("years of work")
+    for place, words in ((output, "or replace it with --overwrite."),
+                         (source, "is both input and output"),
+                         (output.with_name("none") / "out.jsonl", "none is no folder, so out.")):
+        assert cli.main(["batch", str(source), str(place), "--model", "not a model"]) == 2
+        assert words in capsys.readouterr().err
+    assert output.read_text() == "years of work"
+
+
+# `kilter batch`, killed where the answer to the fourth line is there and not yet written.
+MORTAL = """
+import os, signal, sys
+from kilter import cli
+from kilter.serve import batch
+
+result = batch._result
+
+async def mortal(line, *args):
+    record = await result(line, *args)
+    if line.number == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record
+
+batch._result = mortal
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_a_killed_run_goes_on_where_it_was(model: Path, paths: tuple[Path, Path]) -> None:
     source, output = paths
-    entries = [request(str(i), prompt="abc" * i, max_tokens=200, seed=i, ignore_eos=True)
+    entries = [request(str(i), prompt="abc" * i, max_tokens=30, seed=i, ignore_eos=True)
                for i in range(1, 13)]
     write(source, *entries)
     command = ["batch", str(source), str(output), "--model", str(model), "--concurrency", "1"]
     partial = partial_path(output)
-    with subprocess.Popen([sys.executable, "-m", "kilter", *command]) as process:
-        while not partial.exists() or partial.read_bytes().count(b"\n") < 2:
-            assert process.poll() is None, "it was too quick to be killed"
-            time.sleep(0.001)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL and not output.exists()
+    killed = subprocess.run([sys.executable, "-c", MORTAL, *command])
+    assert killed.returncode == -signal.SIGKILL and not output.exists()
     before = partial.read_bytes().splitlines(keepends=True)
-    before = [line for line in before if line.endswith(b"\n")]
-    assert 2 <= len(before) < 12
+    assert [json.loads(line)["custom_id"] for line in before] == ["1", "2", "3"]
     assert cli.main(command) == 0
     assert output.read_bytes().splitlines(keepends=True)[:len(before)] == before
     resumed = read(output)

@@ -75,13 +75,15 @@ def test_an_existing_destination_is_safe(model: Path, tmp_path: Path,
     out, notes = tmp_path / "out", tmp_path / "notes"
     notes.mkdir()
     (notes / "thesis.txt").write_text("years of work")
-    refuse(["convert", str(model), str(notes)], "already exists", capsys)
+    refuse(["convert", str(model), str(notes)], "exists; choose another destination.\n", capsys)
     refuse(["convert", str(model), str(notes), "--overwrite"], "is no model folder", capsys)
     refuse(["convert", str(model), str(notes / "thesis.txt"), "--overwrite"],
            "is no model folder", capsys)
     refuse(["convert", str(model), str(model.parent), "--overwrite"], "holds the source", capsys)
     assert (notes / "thesis.txt").read_text() == "years of work" and model.is_dir()
     assert main(["convert", str(model), str(out)]) == 0
+    capsys.readouterr()
+    refuse(["convert", str(model), str(out)], "or replace it with --overwrite.", capsys)
     assert main(["convert", str(model), str(out), "--overwrite", "--dtype", "float16"]) == 0
     assert load_file(out / "model.safetensors")["model.norm.weight"].dtype == torch.float16
 

@@ -3,10 +3,8 @@ starts."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import cast, get_args, get_type_hints
 
 import pytest
 
@@ -111,25 +109,3 @@ def test_the_file_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_examples_are_jobs(name: str) -> None:
     job = read_job(TrainJob, Path(__file__).parents[2] / "examples" / name)
     assert json.loads(json.dumps(dump(job)))["output"].startswith("runs/")
-
-
-def test_every_setting_is_on_the_page() -> None:
-    """docs/training.md, or the page on pairs that it leads to, names every key of the job file."""
-    docs = Path(__file__).parents[2] / "docs"
-    text = "".join((docs / name).read_text(encoding="utf-8")
-                   for name in ("training.md", "preference.md"))
-    missing = [name for name in sorted(settings_of(TrainJob))
-               if not any(f"{before}{name}{after}" in text
-                          for before in "`." for after in "`") and f"[{name}]" not in text]
-    assert missing == []
-
-
-def settings_of(kind: type) -> set[str]:
-    """Names of a job's settings, nested ones too."""
-    found = set()
-    for name, hint in get_type_hints(kind).items():
-        found.add(name)
-        for part in (hint, *get_args(hint)):
-            if dataclasses.is_dataclass(part):
-                found |= settings_of(cast(type, part))
-    return found
