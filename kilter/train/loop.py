@@ -134,6 +134,10 @@ class Run:
                                          mesh.axis("world"))
         closing.callback(self.checkpointer.close)
         self.steps = job.steps or self.loader.steps_left()
+        if not self.steps:
+            raise ValueError(f"There is nothing to learn: epochs is {job.epochs}, and so many have "
+                             "not one sequence with these weights of the sources. Make either "
+                             "larger.")
         self.step = self.tokens = 0  # taken, and seen
         self._saved = -1
         self._tables: Tables | None = None

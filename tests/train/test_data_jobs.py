@@ -17,6 +17,16 @@ from tests.train.tiny_run import folder, losses, make_job, metrics, run, tensors
 __all__ = ["folder"]
 
 
+def test_epochs_without_a_sequence_are_said(folder: Path) -> None:
+    """Two sources of one text each: half of each is taken every second epoch."""
+    paths = [write_jsonl(folder / f"{name}.jsonl", [{"text": name * 9}]) for name in "ab"]
+    data = {"sources": [{"paths": [str(path)], "weight": 0.5} for path in paths],
+            "eval_fraction": 0.0}
+    with pytest.raises(ValueError, match="There is nothing to learn: epochs is 1"):
+        run(None, make_job(folder, steps=None, epochs=1, data=data))
+    assert run(None, make_job(folder, steps=None, epochs=2, data=data)).step >= 1
+
+
 def chats(folder: Path) -> dict[str, Any]:
     """Questions longer than two packs, so that most pieces are of questions alone."""
     path = write_jsonl(folder / "chats.jsonl", [{"messages": [
