@@ -50,6 +50,7 @@ from kilter.train.inputs import device_type
 from kilter.train.step import NotFinite
 
 _JOB, _ENDING = "job.json", "ending.json"
+_FAREWELL = 10.0  # seconds in which the agent has seen the end of ranks that are done
 _RANK_BYTES = 128 * 2**20  # of an interpreter with torch in it, before there is a model
 
 
@@ -138,7 +139,7 @@ def _elastic(program: Program, job: Job) -> Exit:
             shutdown_timeout=job.launch.grace)
         heard = ",".join(number.name for number in _heard())
         with _environment(OMP_NUM_THREADS=str(threads), TORCHELASTIC_SIGNALS_TO_HANDLE=heard
-                          ), suppress(SignalException):
+                          ), suppress(SignalException), _agent_ends(Path(temporary) / _ENDING):
             try:
                 elastic_launch(config, sys.executable)("-m", program.module, str(file))
             except ChildFailedError as error:
@@ -147,6 +148,33 @@ def _elastic(program: Program, job: Job) -> Exit:
         if ending.exists():
             return Exit(**json.loads(ending.read_text(encoding="utf-8")))
     return Exit(1, failed)
+
+
+@contextmanager
+def _agent_ends(ending: Path) -> Iterator[None]:
+    """Interrupts torch's agent until it leaves where the ranks have ended and it does not see it.
+
+    It raises from its signal handler. Where that is between `subprocess.Popen.poll` taking its lock
+    and giving it back, the agent takes the process to be alive for ever, and waits for the whole of
+    ``launch.grace`` twice."""
+    done = threading.Event()
+    lock = threading.Lock()
+
+    def watch() -> None:
+        while not ending.exists():
+            if done.wait(0.5):
+                return
+        while not done.wait(_FAREWELL):
+            with lock:
+                if not done.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="agent", daemon=True).start()
+    try:
+        yield
+    finally:
+        with lock:
+            done.set()
 
 
 def main(program: Program, file: str) -> int:

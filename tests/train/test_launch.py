@@ -122,6 +122,29 @@ def test_sigterm_to_the_launcher(folder: Path, ranks: RankPool) -> None:
     assert sorted(losses(shorter)) == list(range(1, last + 3))
 
 
+def test_an_agent_that_does_not_see_the_end_is_interrupted(folder: Path) -> None:
+    """As where the signal's exception left `Popen.poll` without giving its lock back."""
+    changes = {**ENDLESS, "launch": {"grace": 100_000}}
+    job = make_job(folder, **changes)
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(f"""
+        import pathlib, subprocess
+        poll, stuck = subprocess.Popen._internal_poll, pathlib.Path({str(folder / "stuck")!r})
+        def polled(self, *args, **kwargs):
+            if stuck.exists():
+                self._waitpid_lock.acquire(False)
+            return poll(self, *args, **kwargs)
+        subprocess.Popen._internal_poll = polled
+    """))
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    with command(write_job(folder, **changes), **environment) as process:
+        wait_for_step(job, 2, process)
+        (folder / "stuck").touch()
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1].startswith("Stopped after step")
+
+
 def test_a_killed_launcher_leaves_nobody_behind(folder: Path) -> None:
     """Ranks that nobody watches any more write a checkpoint and leave."""
     job = make_job(folder, **ENDLESS)
