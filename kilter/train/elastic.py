@@ -173,8 +173,9 @@ def _agent_ends(ending: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with lock:
-            done.set()
+        while not done.is_set():  # an interrupt that was under way must not leave the thread at it
+            with suppress(SignalException), lock:
+                done.set()
 
 
 def main(program: Program, file: str) -> int:
